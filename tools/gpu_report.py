@@ -31,7 +31,7 @@ from common.cache import Cache
 from common.link import Link
 from common.requests import Request
 from shell import checkpoint, lesson
-from tools import report
+from tools import headlines, report
 
 ROOT, cake, hybrid = Path(__file__).resolve().parent.parent, both_ends.both_ends, hybrid_blocks.hybrid
 QUESTION, OTHERS, SPARE = 15, 8, 256  # tokens behind a history; requests that decode beside it, and blocks for these
@@ -238,7 +238,9 @@ def page(device: str, found: dict) -> str:
     failed += [f"- {name}, {row['model']}, {row['way']} behind {row.get('history', 0)}: {row['failed']}"
                for name, job in found.items() for row in job["rows"] if "failed" in row]  # fmt: skip
     said = [f"{name}, {job['seconds']:.0f} s: {job['said']}" for name, job in found.items()]
-    shown = report.gpu({f"gpu-{device.removeprefix('gpu-')}": found}), "\n\n".join(said)
+    results = {f"gpu-{device.removeprefix('gpu-')}": found}
+    heads = [line for line in headlines.table(results).splitlines() if not line.endswith(f"{headlines.ABSENT} |")]
+    shown = "\n".join(heads), report.gpu(results), "\n\n".join(said)
     return tables.paragraphs(f"# PyTorch {torch.__version__}", *shown, "## What failed", "\n".join(failed) or "Nothing.") + "\n"
 
 

@@ -157,32 +157,33 @@ def shown(made: list[float] | str, show=number) -> str:
     return made if isinstance(made, str) else ABSENT if not made else show(made[0]) if len(made) == 1 else between(made, show)
 
 
-def pairs(every: list[dict], headline: Headline) -> Iterator[tuple[dict, list[dict]]]:
-    """Yield (model and history, both rows) of what a GPU was asked in both ways, over its own link; of TBT, the ratio."""
+def gained(headline: Headline, rows: list[dict], key: str) -> str:
+    """One way's time over another's, or by how much the second is less."""
+    over, under = (median(row.get(key) or row["answers_ms"]) for row in rows)
+    return headline.show(1 - under / over if headline.show is percent else over / under)
+
+
+def asked(rows: list[dict], headline: Headline) -> Iterator[tuple[dict, str]]:
+    """Yield (a row with model and history, what a GPU has shown there), over its own link; of what, where both rows say."""
     ways = headline.gpu if isinstance(headline.gpu, tuple) else ()
     if len(ways) == 1:  # TBT of eight, while a history comes back, over that while a short prompt is answered
-        yield from ((row, row["over_alone"]) for row in every if row.get("way") in ways and "over_alone" in row)
+        yield from ((row, headline.show(median(row["over_alone"]))) for row in rows if row.get("way") in ways and "over_alone" in row)
         return
-    asked = [row for row in every if ways and "way" in row and {"ttft_ms", "answers_ms"} & row.keys() and "," not in row["model"]]
-    for group in grouped(asked, ("model", "history"), "way"):
-        if set(ways) <= group["at"].keys():
-            yield group, [group["at"][way] for way in ways]
-
-
-def gained(headline: Headline, two: list[dict] | dict, value: Callable = lambda row: median(row.get("ttft_ms") or row["answers_ms"])) -> str:
-    if isinstance(two, dict):
-        return headline.show(median(two))
-    over, under = map(value, two)
-    return headline.show(1 - under / over if headline.show is percent else over / under)
+    timed = [row for row in rows if row.get("way") in ways and {"ttft_ms", "answers_ms"} & row.keys() and "," not in row["model"]]
+    for group in grouped(timed, ("model", "history"), "way"):
+        if set(ways) == group["at"].keys():
+            two = [group["at"][way] for way in ways]
+            allowed = f" of {gained(headline, two, 'allowed_ms')}" if all("allowed_ms" in row for row in two) else ""
+            yield group, gained(headline, two, "ttft_ms") + allowed
 
 
 def on_gpu(results: dict, headline: Headline) -> str:
     """In each file of a GPU: of a 7B, else of a model whose states are half of K and V, behind its longest history."""
     made = []
     for file in (file for name, file in results.items() if name.startswith("gpu-")):
-        every = list(pairs([row for job in file.values() for row in job["rows"]], headline))
-        for group, two in sorted(every, key=lambda pair: ("7b" in pair[0]["model"], "mha" in pair[0]["model"], pair[0]["history"]))[-1:]:
-            made.append(f"{gained(headline, two)} ({group['model']}, {group['history']:,})")
+        every = list(asked([row for job in file.values() for row in job["rows"]], headline))
+        for row, said in sorted(every, key=lambda each: ("7b" in each[0]["model"], "mha" in each[0]["model"], each[0]["history"]))[-1:]:
+            made.append(f"{said} ({row['model']}, {row['history']:,})")
     return "; ".join(made)
 
 

@@ -88,33 +88,22 @@ def conditions(results: dict) -> str:
 def gpu(results: dict, everything: bool = True) -> str:
     """Of each GPU what `python -m tools.gpu_report` has found; of docs/measured.md, what comes back."""
     parts = []
-    for name, found in ((name, found) for name, found in results.items() if name.startswith("gpu-") and not name.endswith(OLDER)):
-        every = [row for job in found.values() for row in job["rows"] if {"kernels", "allowed_ms"} & row.keys()]
-        every = [dict(row, column=f"{row['model']}, {row['history']:,}",
-                      least=f" of {tables.milliseconds(row['allowed_ms'])}" if "allowed_ms" in row else "") for row in every]  # fmt: skip
-        back, beside = (grouped([row for row in every if {what, "kernels"} <= row.keys()], ("way",), "column")
-                        for what in ("ttft_ms", "tbt_ms"))  # fmt: skip
-        copies, heads = grouped(found.get("copies", {"rows": []})["rows"], ("memory",), "way"), on_gpu(every)
-        parts += [
-            f"`{name}`:",
-            tables.table("The papers' headlines: what arithmetic allows here, with this link, these FLOP/s and launches; what was measured.",
-                   {"headline": "{headline}", "paper": "{paper}", **across(heads, {"": "{allowed}; {measured}"})}, heads),
-            tables.table("TTFT of a question behind a history that the device has lost, of what is allowed; kernels that were launched.",
-                   {"way": "{way}", **across(back, {"": "{ttft_ms:ms}{least}; {kernels:,}"})}, back)]  # fmt: skip
-        if everything:
-            parts += [
-                tables.table("TBT of eight while a short prompt is answered beside them, and how many times as long while that question is.",
-                       {"way": "{way}", **across(beside, {"": "{tbt_ms:ms}; {over_alone:spread}"})}, beside),
-                tables.table("GB/s of 64 MiB.", {"host memory": "{memory}", **across(copies, {"": "{gbps:spread}"})}, copies)]  # fmt: skip
+    for name, found in results.items():
+        if not name.startswith("gpu-") or name.endswith(OLDER):
+            continue
+        every = [dict(row, column=f"{row['model']}, {row['history']:,}") for job in found.values() for row in job["rows"] if "kernels" in row]
+        for row in every:
+            row["least"] = f" of {tables.milliseconds(row['allowed_ms'])}" if "allowed_ms" in row else ""
+        back, beside = (grouped([row for row in every if what in row], ("way",), "column") for what in ("ttft_ms", "tbt_ms"))
+        copies = grouped(found.get("copies", {"rows": []})["rows"], ("memory",), "way")
+        shown = [
+            ("TTFT of a question behind a history that the device has lost, of what is allowed; kernels that were launched.",
+             {"way": "{way}", **across(back, {"": "{ttft_ms:ms}{least}; {kernels:,}"})}, back),
+            ("TBT of eight while a short prompt is answered beside them, and how many times as long while that question is.",
+             {"way": "{way}", **across(beside, {"": "{tbt_ms:ms}; {over_alone:spread}"})}, beside),
+            ("GB/s of 64 MiB.", {"host memory": "{memory}", **across(copies, {"": "{gbps:spread}"})}, copies)]
+        parts += [f"`{name}`:", *(tables.table(*each) for each in shown[: None if everything else 1])]
     return tables.paragraphs(*parts)
-
-
-def on_gpu(rows: list[dict]) -> list[dict]:
-    """The papers' headlines that are made of two rows of the same column, which say what arithmetic allows."""
-    made = [dict(headline=one.text, paper=one.claimed, column=group["column"], measured=papers.gained(one, two),
-                 allowed=papers.gained(one, two, lambda row: row["allowed_ms"]))
-            for one in papers.HEADLINES for group, two in papers.pairs([row for row in rows if "allowed_ms" in row], one)]  # fmt: skip
-    return grouped(made, ("headline", "paper"), "column")
 
 
 def measured(benchmark: str, results: dict) -> str:
