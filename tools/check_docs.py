@@ -14,12 +14,13 @@ import re
 import shlex
 import sys
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 from shell import cli
-from tools import by_hand, report
+from tools import by_hand, exercise, report
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = exercise.ROOT
 LESSONS, REFERENCE = ROOT / "docs/lessons", ROOT / "docs/reference.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "models/classroom/README.md"]
 CHAPTERS = sorted(path.stem for path in ROOT.glob("0[1-9]_*.py"))
@@ -77,14 +78,11 @@ def numbered(words: str) -> set[str]:
 @cache
 def names_in(file: str) -> set[str]:
     """The classes, functions and constants of a file, and the methods of its classes."""
-    names = set()
-    for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body if (ROOT / file).is_file() else ():
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            names.add(node.name)
-        for target in getattr(node, "targets", []):
-            names |= {name.id for name in ast.walk(target) if isinstance(name, ast.Name)}
-        if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+    source = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
+    names = set(exercise.functions(source))
+    for node in ast.parse(source).body:
+        names |= {node.name} if isinstance(node, ast.ClassDef) else set()
+        names |= {name.id for target in getattr(node, "targets", []) for name in ast.walk(target) if isinstance(name, ast.Name)}
     return names
 
 
@@ -109,19 +107,17 @@ def described_options(page: Path, text: str):
     for row in re.findall(r"^\| (`-.+) \|$", text, re.M):
         names, chapters, default, meaning = re.split(r" (?<!\\)\| ", row)
         defaults = re.findall(r"`([^`]+)`", default)
-        for chapter in sorted(numbered(chapters)):
-            for number, option in enumerate(word.split()[0] for word in re.findall(r"`([^`]+)`", names)):
-                described.add((chapter, option))
-                action = options(chapter).get(option)
-                if action is None:
-                    yield f"{chapter} has no {option}"
-                    continue
-                used = str(action.default)
-                if used not in ("None", "False", "[]", "{}") and defaults[number : number + 1] != [used]:
-                    yield f"{option} of {chapter} has the default {used}"
-                for choice in action.choices or ():
-                    if f"`{choice}`" not in meaning:
-                        yield f"{option} of {chapter} may be {choice}"
+        words = enumerate(word.split()[0] for word in re.findall(r"`([^`]+)`", names))
+        for chapter, (number, option) in product(sorted(numbered(chapters)), words):
+            described.add((chapter, option))
+            action = options(chapter).get(option)
+            if action is None:
+                yield f"{chapter} has no {option}"
+                continue
+            used = str(action.default)
+            if used not in ("None", "False", "[]", "{}") and defaults[number : number + 1] != [used]:
+                yield f"{option} of {chapter} has the default {used}"
+            yield from (f"{option} of {chapter} may be {choice}" for choice in action.choices or () if f"`{choice}`" not in meaning)
     missing = {(chapter, option) for chapter in CHAPTERS for option in options(chapter)} - described
     yield from (f"{option} of {chapter} is not described" for chapter, option in sorted(missing))
 

@@ -17,6 +17,7 @@ import re
 import sys
 import textwrap
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,14 +63,14 @@ def emptied(number: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-class Slips(list):
-    """Slips that were raised inside of it. What chapters raise on purpose has classes of its own."""
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, frames):
-        if isinstance(error, SLIPS):
-            self.append(error)
+@contextmanager
+def noted(raised: list):
+    """Note in `raised` a slip inside. What chapters raise on purpose has classes of its own."""
+    try:
+        yield
+    except SLIPS as error:
+        raised.append(error)
+        raise
 
 
 def judge(number: str, path: Path, seconds: float = 120.0) -> str | None:
@@ -103,7 +104,7 @@ def run(number: str, path: Path, send):
     for stream in 1, 2:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     torch.set_num_threads(1)  # models are tiny
-    raised = Slips()
+    raised = []
     try:
         load(number, path, raised)
     except Exception as error:
@@ -118,7 +119,7 @@ def run(number: str, path: Path, send):
     send.send(sentence or None)
 
 
-def load(number: str, path: Path, raised: Slips):
+def load(number: str, path: Path, raised: list):
     """Import the file as the chapter; note in `raised` what its new methods raise, which the engine may survive."""
     spec = importlib.util.spec_from_file_location(CHAPTERS[number].stem, path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -128,19 +129,12 @@ def load(number: str, path: Path, raised: Slips):
         setattr(place, name, noting(getattr(place, name), raised))
 
 
-def noting(function, raised: Slips):
+def noting(function, raised: list):
     """The function, or generator function, which notes slips."""
-
-    def going_on(made):
-        with raised:
-            return (yield from made)
-
-    def call(*given, **options):
-        with raised:
-            made = function(*given, **options)
-        return going_on(made) if inspect.isgenerator(made) else made
-
-    return call
+    def generate(*given, **options):
+        with noted(raised):
+            return (yield from function(*given, **options))
+    return generate if inspect.isgeneratorfunction(function) else noted(raised)(function)
 
 
 def where(error: Exception, path: Path) -> str:

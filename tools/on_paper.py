@@ -15,6 +15,8 @@ import math
 from itertools import chain, product
 from typing import NamedTuple
 
+from benchmarks.tables import plan as counts
+
 planned, hybrid = importlib.import_module("05_bubble_free"), importlib.import_module("08_hybrid_blocks")
 Costs = planned.LayerCosts
 
@@ -68,10 +70,6 @@ def layer_costs(model: Model, tokens: int, peak: float, bandwidth: float) -> Cos
 def on_ssds(model: Model, each: int | None = None, tokens: int = TOKENS) -> Costs:
     """On A100s with `each` SSDs for a GPU; by default the paper's server, four in all."""
     return layer_costs(model, tokens, PEAK, min((each or 4 // model.gpus) * SSD, PCIE) * model.gpus)
-
-
-def counts(plan: str) -> str:
-    return " + ".join(f"{plan.count(way)} {name}" for way, name in zip("RHK", ("RE", "H", "KV")) if way in plan)
 
 
 def paper_seconds(plan: str, costs: Costs) -> float:
