@@ -641,16 +641,16 @@ def one_step(engine: paged.Engine) -> tuple[float, Timeline]:
 
 def demo(model: Llama, frontend: Frontend, arguments):
     """A batch answered under each policy, and decode steps of a larger geometry over two links."""
-    # 1. Ask: eight conversations at once
-    rng, new, asked = random.Random(0), max(8, min(arguments.max_tokens, 16)), []
-    talks = [lesson.conversation(frontend, rng, min(128, frontend.context // 16)) for _ in range(8)]
-    options = vars(arguments) | dict(policy="hybrid", max_running=8, blocks=8 * 32, mini_batch=1024)
+    # 1. Ask: six conversations at once
+    rng, new, asked = random.Random(0), max(4, min(arguments.max_tokens, 8)), []
+    talks = [lesson.conversation(frontend, rng, min(128, frontend.context // 16)) for _ in range(6)]
+    options = vars(arguments) | dict(policy="hybrid", max_running=6, blocks=6 * 32, mini_batch=1024)
     if (real := model.device.type == "cuda"):  # all would fit, and nothing travel; a byte more: rounding
         options["device_memory"] = ((2 + len(model.layers) // 2) * sizes_of(model, 16).weights + 1) / 1e9
     planner, bandwidth = make_planner(model, argparse.Namespace(**options))
     for policy in POLICIES:
         own = planner._replace(policy=policy)
-        engine = paged.Engine(make_runner(own, model, bandwidth, rows=1024), max_running=8)
+        engine = paged.Engine(make_runner(own, model, bandwidth, rows=1024), max_running=6)
         asked += engine.generate([frontend.request(messages=messages, max_tokens=new) for messages in talks])
         engine.runner.forget()
         engine.runner = None

@@ -94,13 +94,16 @@ def forget(engine):
 
 
 @contextmanager
-def only_stored(tokens: int = 200, prefetch="wait_complete", write="write_through", **options):
-    """-> an engine, its shelf, and a prompt that nothing but the shelf has; at the end the shelf is open."""
-    shelf, prompt = Shelf(), draw(random.Random(0), tokens)
+def only_stored(tokens=200, prefetch="wait_complete", write="write_through", **options):
+    """-> an engine, its shelf, which is open at the end, and a prompt (or several) that nothing else has."""
+    shelf, rng = Shelf(), random.Random(0)
+    prompts = [draw(rng, count) for count in ([tokens] if isinstance(tokens, int) else tokens)]
     with engine_on(shelf, prefetch, write, **options) as engine:
-        right(engine, prompt)
+        for prompt in prompts:
+            right(engine, prompt)
+            settle(engine)  # all is written before the next one takes its places
         forget(engine)
-        yield engine, shelf, prompt
+        yield engine, shelf, prompt if isinstance(tokens, int) else prompts
         shelf.open.set()
 
 
@@ -330,29 +333,23 @@ def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counte
         shelf.open.set()
 
 
-def test_a_copy_for_an_eviction_that_fails_or_is_late_is_lost_and_never_found(monkeypatch):
-    monkeypatch.setattr("common.lanes.HANGING", 0.05)
-    rng = random.Random(0)
-    with faulty(rng, failing=0.3, late=0.3, noisy=2, delay=0.2, lanes=["save"]) as faults, engine_on(
-        Shelf(), write="write_back", blocks=16, host=32
-    ) as engine:
-        prompts = [draw(rng, 100) for _ in range(4)]
-        for prompt in rng.choices(prompts, k=24):
-            right(engine, prompt)
-        counts = engine.counts
-        assert counts["pages_lost"] > 0 and counts["pages_written"] > 0
-        assert faults.failed and faults.delayed
-
-
-def test_an_eviction_waits_as_long_as_its_copy_takes(monkeypatch):
+def test_an_eviction_waits_as_long_as_its_copy_takes_and_one_that_fails_or_is_late_is_lost_and_never_found(monkeypatch):
     monkeypatch.setattr("common.lanes.HANGING", 0.05)
     rng = random.Random(0)
     with engine_on(Shelf(), write="write_back", blocks=16, host=32) as engine:
+        link, counts = engine.behind.cache.save_link, engine.counts
         right(engine, draw(rng, 200))
         settle(engine)
-        engine.behind.cache.save_link.bandwidth = Bandwidth(12 * engine.behind.cache.host.block_bytes / 0.2)
+        link.bandwidth, fast = Bandwidth(12 * engine.behind.cache.host.block_bytes / 0.2), link.bandwidth
         right(engine, draw(rng, 200))
-        assert engine.counts["pages_written"] > 0 and not engine.counts["pages_lost"]
+        assert counts["pages_written"] > 0 and not counts["pages_lost"]
+        settle(engine)
+        link.bandwidth, written = fast, counts["pages_written"]
+        with faulty(rng, failing=0.3, late=0.3, noisy=2, delay=0.2, lanes=["save"]) as faults:
+            for prompt in rng.choices([draw(rng, 100) for _ in range(4)], k=24):
+                right(engine, prompt)
+            settle(engine)
+        assert faults.failed and faults.delayed and counts["pages_lost"] > 0 and counts["pages_written"] > written
 
 
 def test_what_is_matched_does_not_go_for_its_own_requests_blocks():
@@ -418,6 +415,9 @@ def test_best_effort_waits_for_nothing_and_timeout_takes_what_has_come_by_then()
 
         shelf.asked, shelf.get = [], slow
         assert right(engine, prompt).found == {"storage": 64}
+        shelf.open.set()
+        settle(engine)
+        assert shelf.asked == [4, 4], "what was not begun by then is never read"
 
 
 def test_the_guard_does_not_wait_for_storage_that_is_slower_than_computing():
@@ -535,14 +535,18 @@ def test_both_ends_begins_with_what_host_memory_has_however_slow_storage_is():
         shelf.open.set()
 
 
-def test_both_ends_uses_what_came_though_host_memory_had_no_place_for_all():
-    shelf, prompt = Shelf(), draw(random.Random(0), 480)
+@pytest.mark.parametrize("policy, taken, found", [("both_ends", 0, 320), ("both_ends", 20, 0), ("wait_complete", 20, 0)])
+def test_what_came_is_used_and_what_host_memory_has_no_place_for_is_not_offered(policy, taken, found):
+    shelf, prompt, other = Shelf(), draw(random.Random(0), 480), Transfer("load", "another's")
     with engine_on(shelf) as engine:
         right(engine, prompt)
-    with engine_on(shelf, "both_ends", host=20) as engine:
+    with engine_on(shelf, policy, host=20) as engine:
+        engine.behind.cache.hold("load", [other], given=[(engine.pools["host"], engine.pools["host"].allocate(taken))])
         with in_line(engine, prompt) as request:
             assert steps(engine, lambda: request.kept.ended)
-        assert request.found == {"storage": 320}
+        other.finish(0.0, 0.0)
+        assert request.found.get("storage", 0) == request.cached_tokens == found
+        assert bool(request.decisions) == bool(found), "a wrong sentence"
 
 
 def test_the_tree_knows_what_came_back_to_a_request_that_ends_before_it_computes():
@@ -591,13 +595,7 @@ def test_an_answer_whether_storage_has_it_stands_behind_no_read():
 
 
 def test_prefetches_hold_half_of_host_memory_at_most_and_the_second_waits_for_the_places_of_the_first():
-    shelf, rng = Shelf(), random.Random(0)
-    prompts = draw(rng, 100), draw(rng, 80)
-    with engine_on(shelf, host=10) as engine:
-        for prompt in prompts:
-            right(engine, prompt)
-            settle(engine)  # all is written before the next one takes its places
-        forget(engine)
+    with only_stored((100, 80), host=10) as (engine, shelf, prompts):
         shelf.open.clear()
         for request in (asked := [Request(prompt, 2) for prompt in prompts]):
             engine.submit(request)
@@ -610,13 +608,7 @@ def test_prefetches_hold_half_of_host_memory_at_most_and_the_second_waits_for_th
 
 
 def test_what_was_read_for_a_request_that_waits_does_not_leave_for_another_ones_pages():
-    shelf, rng = Shelf(), random.Random(0)
-    prompts = draw(rng, 100), draw(rng, 80)
-    with engine_on(shelf, host=8) as engine:
-        for prompt in prompts:
-            right(engine, prompt)
-            settle(engine)
-        forget(engine)
+    with only_stored((100, 80), host=8) as (engine, _, prompts):
         engine.max_running = 0  # both stand in line
         for request in (asked := [Request(prompt, 2) for prompt in prompts]):
             engine.submit(request)
@@ -627,19 +619,31 @@ def test_what_was_read_for_a_request_that_waits_does_not_leave_for_another_ones_
         assert asked[0].found == {"storage": 96}
 
 
-def test_what_storage_says_too_late_is_not_read():
-    """Under both_ends: the request has begun to compute."""
-    with only_stored(200, "both_ends", "write_back") as (engine, shelf, prompt):
+@pytest.mark.parametrize("policy", ["both_ends", "best_effort"])
+def test_what_storage_says_too_late_is_not_read(policy):
+    """Under both_ends the request has begun to compute, under best_effort to load what host memory has."""
+    with only_stored(200, policy) as (engine, shelf, prompt):
+        if policy == "best_effort":
+            right(engine, prompt[:70])
+            evict(engine)
+        engine.submit(other := Request(draw(random.Random(1), 20), 99))  # between whose steps that goes on
+        assert steps(engine, lambda: other.new)
+        load, cache, exists = Transfer("load", "layer 0"), engine.behind.cache, shelf.exists
+        cache.copy_in = lambda *_: [load]
+        shelf.exists = lambda keys: shelf.open.wait(60) and exists(keys)
         shelf.asked.clear()
-        exists, shelf.exists = shelf.exists, lambda keys: shelf.open.wait(60) and exists(keys)
         shelf.open.clear()
         engine.submit(request := Request(prompt, 99))
         engine.step()
-        request.patience = 0.0
-        assert steps(engine, lambda: len(request.new) == 2)
+        request.patience, engine.token_budget = 0.0, 16  # it takes many steps
+        assert steps(engine, lambda: request.table) and bool(request.restoration) == (policy == "best_effort")
         shelf.open.set()
-        assert steps(engine, lambda: request.outcome and not engine.busy)
-        assert request.found == {} and not shelf.asked
+        [transfer.over.wait(60) for transfers, *_ in cache.under_way["ask"] for transfer in transfers]
+        steps(engine, lambda: False, 5)
+        assert request.kept.answered and not request.kept.reads
+        load.finish(0.0, 0.0, RuntimeError("no"))
+        until_over(engine, request, other)
+        assert request.found == {} and not shelf.asked and ORACLE.judge(request) != "wrong"
 
 
 @pytest.mark.parametrize("answer, silent", [(None, True), ([], True), ([5, 5], True), ([None], False)])
@@ -653,15 +657,11 @@ def test_an_answer_without_its_page_doubts_that_and_one_that_is_none_is_silence(
 
 
 def test_what_storage_lacks_is_not_read_when_it_has_left_host_memory_meanwhile():
-    shelf, prompt = Shelf(), draw(random.Random(0), 200)
-    with engine_on(shelf) as engine:
-        right(engine, prompt)
-        settle(engine)
-        evict(engine)
-        chain = engine.prefixes.extend([], prompt)
-        for prefix in chain[:3]:
+    with only_stored() as (engine, shelf, prompt):
+        right(engine, prompt[:50])
+        evict(engine)  # host memory has three pages
+        for prefix in engine.prefixes.extend([], prompt)[:3]:
             del shelf.pages[prefix.key.hex()]
-        forget_from(engine, prompt, page=3)
         shelf.asked.clear()
         exists, shelf.exists = shelf.exists, lambda keys: shelf.open.wait(60) and exists(keys)
         shelf.open.clear()
