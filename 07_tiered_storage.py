@@ -35,8 +35,9 @@ import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, takewhile
+from threading import Thread
 
-from common import lanes
+from common import lanes, store
 from common import link as links
 from common.cache import Match
 from common.estimates import Estimates
@@ -201,8 +202,7 @@ class TieredCache(offload.HostCache):
                     <- restore --             <-- coming --                     (submitted, waits)"""
 
     fields = {}
-    open_storage = staticmethod(backends.open_storage)  # for the server, as is what follows
-    attach_storage, in_storage = backends.attach_storage, backends.in_storage
+    open_storage = staticmethod(backends.open_storage)  # on any thread, for `attach_storage`
 
     def __init__(
         self, blocks: int, bandwidth=None, storage=None, prefetch="timeout", write="write_through",
@@ -214,7 +214,7 @@ class TieredCache(offload.HostCache):
         super().__init__(blocks, bandwidth)
         self.storage, self.write_policy, self.layout, self.io_backend = storage, write, layout, io_backend
         self.prefetch_policy, self.threshold, self.timeout = prefetch, threshold, timeout
-        self.unwritten: list = []  # pages that may have to be written, once they are in host memory
+        self.unwritten: dict = {}  # pages that may have to be written, once they are in host memory
         self.writing: set = set()  # pages that are being written
         self.fresh: set = set()  # what was written, and what comes before: to be marked as used in storage
         self.prefetches: dict[Prefetch, None] = {}  # that storage has answered, first come, first served
@@ -285,11 +285,12 @@ class TieredCache(offload.HostCache):
     def send_l3(self, pages=()):
         """Write pages from where they lie in host memory, about a quarter of it at once; the others wait."""
         if self.storage and self.write_policy != "write_back":
-            self.unwritten += pages
+            self.unwritten.update(dict.fromkeys(pages))
         most, there = max(1, self.host.size // 4), self.host.block_of
         while self.unwritten and len(self.writing) < most and not self.storage.writer.hangs:
-            some = self.unwritten[: self.pages_at_once]
-            del self.unwritten[: self.pages_at_once]
+            some = list(islice(self.unwritten, self.pages_at_once))
+            for page in some:
+                del self.unwritten[page]
             self.write_l3({page: there[page] for page in some if page in there})
 
     def write_l3(self, place_of: dict, leaving: bool = False):
@@ -320,7 +321,10 @@ class TieredCache(offload.HostCache):
         there = [page for page in pages if arrived and page.key not in self.storage.doubted]
         for node in self.tree.change(there):
             node.stored = True
-        self.fresh.update(before(pages), pages)
+        for page in pages:
+            while page and page not in self.fresh:
+                self.fresh.add(page)
+                page = page.parent
         if not self.writing or len(self.fresh) > self.host.size:
             self.storage.use([page.key for page in sorted(self.fresh, key=lambda page: -page.used)])
             self.fresh.clear()
@@ -586,6 +590,35 @@ class TieredCache(offload.HostCache):
     def measure_storage(self):
         if self.storage:
             self.hold("measure", [self.storage.measure(self.pages_at_once * self.host.block_bytes)])
+
+    # For the server
+
+    def in_storage(self) -> tuple[list, int, int]:
+        """-> the pages that storage has, as far as is known here, and how many are being read and written."""
+        stored = [page for node in self.tree.nodes() if node.stored for page in node.pages]
+        return stored, len(self.coming), len(self.writing)
+
+    def attach_storage(self, storage: store.Storage | None):
+        """Between two steps: go on with another storage, or with none; on a thread close the one before, when
+        nothing of it is under way. What is being read does not come; what is being written may be lost."""
+        before, writing = self.storage, set(self.writing)
+        for request in (*self.engine.waiting, *self.engine.running):
+            self.finished(request)  # it goes on, without what was noted for the storage before
+        self.storage = storage
+        for known in self.coming, self.writing, self.unwritten, self.fresh:
+            known.clear()
+        for node in self.tree.change(self.in_storage()[0]):
+            node.stored = False
+        self.count_lost(writing)
+        if before:
+            for lane in ("ask", "read", "measure", "write"):
+                for transfers, held, _ in self.under_way.pop(lane, ()):
+                    self.hold(before, transfers, given=held)  # on a lane of its own, and nothing is noted
+            self.hold(before, [], then=lambda arrived: Thread(target=before.close, daemon=True).start())
+        if storage:
+            storage.open(self.engine.wake.set)
+            self.measure_storage()
+            self.send_l3([page for node in self.tree.nodes() if node.places for page in node.pages])
 
     def close(self):
         """Let what is on its way arrive, and under write_back send down all that there is time for."""

@@ -5,8 +5,7 @@
 
 throughput   16 requests of 32 tokens in and 32 out, at once, against chapter 01 one after another.
 host         TTFT behind a history in host memory, beside one on the device and one that is computed. The bound of the
-             restoration is its bytes over the link; that of TTFT the longer one of that and of a device hit's TTFT,
-             and a layer's share of the other one, which fills the pipeline.
+             restoration is its bytes over the link; that of TTFT the longer one of that and a device hit's, and a layer of the other.
 burst        30 questions about one document of 1,024 tokens at once, the device evicted before: it comes back
              once (03) or is computed once (02).
 """

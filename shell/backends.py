@@ -6,7 +6,6 @@ import json
 import os
 import re
 import tempfile
-import threading
 import time
 import uuid
 import warnings
@@ -151,36 +150,6 @@ def open_backend(url: str, config: dict | None = None):
 def open_storage(url: str, config: dict | None = None, bandwidth=None) -> Storage:
     """Return the Storage behind a back end that is opened now. Raises BadRequest."""
     return Storage(open_backend(url, config), label(url), bandwidth)
-
-
-def attach_storage(cache, storage: Storage | None):
-    """Have chapter 07's Cache go on with another storage, or with none; on a thread close the one before,
-    when nothing of it is under way. What is being read does not come; what is being written may be lost."""
-    before, writing = cache.storage, set(cache.writing)
-    for request in (*cache.engine.waiting, *cache.engine.running):
-        cache.finished(request)  # it goes on, without what was noted for the storage before
-    cache.storage = storage
-    for known in cache.coming, cache.writing, cache.unwritten, cache.fresh:
-        known.clear()
-    for node in cache.tree.change(in_storage(cache)[0]):
-        node.stored = False
-    cache.count_lost(writing)
-    if before:
-        for lane in ("ask", "read", "measure", "write"):
-            for transfers, held, _ in cache.under_way.pop(lane, ()):
-                cache.hold(before, transfers, given=held)  # on a lane of its own, and nothing is noted
-        close = threading.Thread(target=before.close, daemon=True)
-        cache.hold(before, [], then=lambda arrived: close.start())
-    if storage:
-        storage.open(cache.engine.wake.set)
-        cache.measure_storage()
-        cache.send_l3([page for node in cache.tree.nodes() if node.places for page in node.pages])
-
-
-def in_storage(cache) -> tuple[list, int, int]:
-    """-> the pages that storage has as far as chapter 07's Cache knows, and how many are read and written."""
-    stored = [page for node in cache.tree.nodes() if node.stored for page in node.pages]
-    return stored, len(cache.coming), len(cache.writing)
 
 
 def configuration(text: str) -> dict:
