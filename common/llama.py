@@ -200,13 +200,6 @@ def upload(numbers, device) -> torch.Tensor:
 
 class Llama(nn.Module):
     """Embedding, layers, final norm, head. Weights are allocated, not set: see shell/checkpoint.py."""
-    # A layer's part: what Hugging Face calls it, or its halves
-    NAMES = {"attention_norm": ["input_layernorm"], "mlp_norm": ["post_attention_layernorm"],
-             "q_proj": ["self_attn.q_proj"], "o_proj": ["self_attn.o_proj"],
-             "kv_proj": ["self_attn.k_proj", "self_attn.v_proj"],
-             "q_norm": ["self_attn.q_norm"], "k_norm": ["self_attn.k_norm"],
-             "gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"], "down_proj": ["mlp.down_proj"]}
-
     def __init__(self, config: LlamaConfig, dtype=torch.float32, device="cpu"):
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
@@ -229,19 +222,6 @@ class Llama(nn.Module):
     def logits(self, hidden):
         """Output of the last layer [T, D] -> [T, V]. Pass only the rows that will be sampled."""
         return self.head(self.norm(hidden))
-
-    def weights(self):
-        """Hugging Face name -> the tensor that holds it. K and V, and gate and up, lie in one matrix each
-        (one product instead of two), so some of these are views of its halves."""
-        named = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
-        if not self.config.tie_word_embeddings:
-            named["lm_head.weight"] = self.head.weight
-        for index, layer in enumerate(self.layers):
-            for own, names in self.NAMES.items():
-                for kind, tensor in getattr(layer, own).named_parameters():
-                    for name, part in zip(names, tensor.chunk(len(names))):
-                        named[f"model.layers.{index}.{name}.{kind}"] = part
-        return {name: tensor.detach() for name, tensor in named.items()}
 
     def reorder_weights(self):
         """Give every linear layer its copy for many rows, on a CPU."""

@@ -34,6 +34,12 @@ WHOLE = "Choose a whole model, in safetensors: GGUF files, adapters and pickles 
 TIED = "model.embed_tokens.weight", "lm_head.weight"
 TRIED = 1 << 28  # bytes of weights, to know how a row is multiplied faster
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# A layer's part: what Hugging Face calls it, or its halves
+NAMES = {"attention_norm": ["input_layernorm"], "mlp_norm": ["post_attention_layernorm"],
+         "q_proj": ["self_attn.q_proj"], "o_proj": ["self_attn.o_proj"],
+         "kv_proj": ["self_attn.k_proj", "self_attn.v_proj"],
+         "q_norm": ["self_attn.q_norm"], "k_norm": ["self_attn.k_norm"],
+         "gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"], "down_proj": ["mlp.down_proj"]}
 
 
 def keep_freed_memory():
@@ -79,8 +85,8 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, division):
         digest = hashlib.sha256(repr(config).encode())
     dtype, place = pick_dtype(dtype, device, configs[0]), "cpu" if on_host else device
     model = allocate(config, dtype, place, name, division)
-    places = model.weights()
-    whole = Llama(replace(config, tie_word_embeddings=False), dtype, "meta").weights()
+    places = weights(model)
+    whole = weights(Llama(replace(config, tie_word_embeddings=False), dtype, "meta"))
     if name.startswith("random:"):
         tensors = random_models.random_tensors(whole, device)
     else:
@@ -191,6 +197,20 @@ def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, di
     return model
 
 
+def weights(model: Llama) -> dict[str, torch.Tensor]:
+    """Hugging Face name -> the tensor of the model that holds it. K and V, and gate and up, lie in one matrix
+    each (one product instead of two), so some of these are views of its halves."""
+    named = {"model.embed_tokens.weight": model.embedding, "model.norm.weight": model.norm.weight}
+    if not model.config.tie_word_embeddings:
+        named["lm_head.weight"] = model.head.weight
+    for index, layer in enumerate(model.layers):
+        for own, names in NAMES.items():
+            for kind, tensor in getattr(layer, own).named_parameters():
+                for name, part in zip(names, tensor.chunk(len(names))):
+                    named[f"model.layers.{index}.{name}.{kind}"] = part
+    return {name: tensor.detach() for name, tensor in named.items()}
+
+
 def weight_bytes(model: Llama) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
@@ -241,7 +261,7 @@ def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
         sizes = {key: fields[key] for key in fields if not key.startswith("rope_") and "bias" not in key}
         model = AutoModelForCausalLM.from_config(
             TheirConfig(**sizes), dtype=dtype, attn_implementation="sdpa")
-        model.load_state_dict(plain.weights(), assign=True)
+        model.load_state_dict(weights(plain), assign=True)
     else:
         logging.disable_progress_bar()      # of reading, in a demo's output
         model = AutoModelForCausalLM.from_pretrained(

@@ -233,7 +233,7 @@ def test_a_gpu_makes_random_weights_itself_and_they_are_other_weights(on_host):
     with streams.emulate("early") as gpu:
         there, *_ = checkpoint.load("random:tiny:64", "float32", "cuda", on_host)
         assert all(size < 1 << 14 for way, size in gpu.copies if way == "to the device") and there.digest != model.digest
-        assert all(torch.equal(tensor.cpu(), model.weights()[name]) for name, tensor in there.weights().items())
+        assert all(torch.equal(tensor.cpu(), checkpoint.weights(model)[name]) for name, tensor in checkpoint.weights(there).items())
     assert there.config.max_position_embeddings == 64
 
 

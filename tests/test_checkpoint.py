@@ -258,7 +258,7 @@ def test_every_weight_is_that_of_the_file(dtype, options, tmp_path):
     folder = write_model(tmp_path / "model", **options)
     saved = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
     model, tokenizer, end_tokens = checkpoint.load(str(folder), dtype, "cpu")
-    loaded = model.weights()
+    loaded = checkpoint.weights(model)
     assert set(loaded) == set(saved)
     for name, tensor in loaded.items():
         assert tensor.dtype == checkpoint.DTYPES[dtype]
@@ -281,9 +281,9 @@ def test_a_random_model_is_the_same_each_time_in_bfloat16_the_rounded_one_and_ha
     (model, tokenizer, end_tokens), again, rounded = (
         checkpoint.load("random:tiny", dtype, "cpu") for dtype in ("float32", "float32", "bfloat16")
     )
-    for name, tensor in model.weights().items():
-        assert torch.equal(tensor, again[0].weights()[name])
-        assert torch.equal(tensor.bfloat16(), rounded[0].weights()[name])
+    for name, tensor in checkpoint.weights(model).items():
+        assert torch.equal(tensor, checkpoint.weights(again[0])[name])
+        assert torch.equal(tensor.bfloat16(), checkpoint.weights(rounded[0])[name])
         assert tensor.std() > 0 or name.endswith("norm.weight")
     assert end_tokens == {tokenizer.eos_token_id} == {1} and len(tokenizer) == model.config.vocab_size
     assert tokenizer.decode(tokenizer.encode("naïve 🙂\n")) == "naïve 🙂\n"

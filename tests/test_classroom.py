@@ -70,8 +70,8 @@ def untrained():
 
 
 def test_training_twice_gives_the_same_model_and_another_than_at_first(rows, small):
-    first, second = (train_classroom.train(rows, "cpu").weights() for _ in range(2))
-    begin = untrained().weights()
+    first, second = (checkpoint.weights(train_classroom.train(rows, "cpu")) for _ in range(2))
+    begin = checkpoint.weights(untrained())
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not any(torch.equal(first[name], begin[name]) for name in first)
 

@@ -323,7 +323,7 @@ def main():
     if not arguments.evaluate:
         tokenizer = train_tokenizer()
         model = train(Rows(tokenizer), checkpoint.pick_device("auto"))
-        write(arguments.out, CONFIG, model.weights(), tokenizer, CHAT_TEMPLATE)
+        write(arguments.out, CONFIG, checkpoint.weights(model), tokenizer, CHAT_TEMPLATE)
     report(str(arguments.out))
 
 

@@ -93,7 +93,7 @@ def plain_model(seed: int = 0, kv_heads: int = 2, depth: int = 3, **more) -> Lla
     )  # fmt: skip
     model = Llama(config, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(seed)
-    for name, place in model.weights().items():
+    for name, place in checkpoint.weights(model).items():
         place.copy_(torch.randn(place.shape, generator=generator) * 0.25)
         if name.endswith("norm.weight"):
             place.add_(4.0 if "q_norm" in name else 1.0)  # the larger, the sharper is attention

@@ -20,7 +20,7 @@ from common.cache import Cache
 from common.link import Transfer
 from common.llama import Llama
 from common.requests import HungUp, Request
-from shell import backends
+from shell import backends, checkpoint
 from shell import ranks as processes
 from shell.modelled_link import ModelledLink as Link
 from tests.support import engines, traffic
@@ -53,8 +53,8 @@ def divided(ranks: processes.Ranks, kv_heads: int) -> Llama:
     whole, division = engines.plain_model(kv_heads=kv_heads), ranked.Division(ranks)
     model = Llama(division.config(whole.config), whole.dtype)
     division.divide(model)
-    tensors = whole.weights()
-    for name, place in model.weights().items():
+    tensors = checkpoint.weights(whole)
+    for name, place in checkpoint.weights(model).items():
         division.fill(place, name, tensors[name])
     model.digest = b"tiny"
     return model.eval().requires_grad_(False)
