@@ -74,7 +74,7 @@ class Node:
     places: list[int] = field(default_factory=list)  # in host memory, one a page, or none
     stored: bool = False
     wanted: bool = False  # the write policy wants it in the tiers below the device
-    first_request: int = 0  # until it is wanted: id of the first request that had it on the device
+    first_request: int = 0  # id (from 1 on) of the first that had it on the device; 0: nobody, or wanted
 
     @property
     def near(self) -> bool:
@@ -94,7 +94,7 @@ class HiRadixTree:
 
     def spans(self, run: list) -> list[tuple[Node, slice]]:
         """-> where a run of pages, that follow each other from anywhere in a chain, is: nodes, upper first,
-        and which of a node's pages are the run's. What is not known is in a last node, which no tier has."""
+        and which of a node's pages are the run's. What is not known is in a last node, outside the tree."""
         chain = before(run) + run
         node, at, first, spans = self.root, 0, len(chain) - len(run), []
         while at < len(chain) and (node := node.children.get(chain[at])):
@@ -114,14 +114,14 @@ class HiRadixTree:
     def take(self, run: list) -> list[Node]:
         """-> nodes of the tree that have these pages and no others: known ones, split at the ends, or new."""
         taken = [self.split(*span) for span in self.spans(run)]
-        if taken and not (new := taken[-1]).parent:
+        if taken and not (new := taken[-1]).parent:  # outside the tree yet; what comes before may be, too
             new.parent = (taken[:-1] or self.take(before(run)) or [self.root])[-1]
             new.parent.children[new.pages[0]] = new
             self.size += len(new.pages)
         return taken
 
     def split(self, node: Node, part: slice) -> Node:
-        """Split a node at both ends of a part of it -> the part. All are in the same tiers; K and V stay."""
+        """Split a node at both ends of a part of it -> the part. The pieces are in the node's tiers still."""
         for at in part.stop, part.start:
             if 0 < at < len(node.pages):
                 upper = replace(node, pages=node.pages[:at], places=node.places[:at], children={})
@@ -187,7 +187,7 @@ class Prefetch:
     request: Request
     chain: list  # prefixes of the request's full pages; when storage has answered, up to the last to read
     until: float  # seconds of time.perf_counter(): the policy waits no longer
-    ended: bool  # nothing more will come: all is read, it was too little, no place is left, or nobody waits
+    ended: bool  # no read is begun any more: all have come, too few, no place is left, or nobody waits
     pages_read: set  # their prefixes
     asked_at: float = field(default_factory=time.perf_counter)
     answered: bool = False  # storage has said how many pages it has
@@ -283,7 +283,8 @@ class TieredCache(offload.HostCache):
             node.places = [self.host.block_of[prefix] for prefix in node.pages]
 
     def send_l3(self, pages=()):
-        """Write pages from where they lie in host memory, about a quarter of it at once; the others wait."""
+        """Write pages from where they lie in host memory, at once about a quarter of that; the others wait,
+        and what is not there yet comes again by `saved`."""
         if self.storage and self.write_policy != "write_back":
             self.unwritten.update(dict.fromkeys(pages))
         most, there = max(1, self.host.size // 4), self.host.block_of
@@ -335,7 +336,8 @@ class TieredCache(offload.HostCache):
     # It leaves the device, and later host memory
 
     def evicting(self, leaving: list):
-        """Under write_back: copy dirty pages to host memory, beginnings first, while the engine waits."""
+        """Note what leaves the device. Under write_back first copy dirty pages to host memory, beginnings
+        first, while the engine waits."""
         block_of, dirty = {prefix: block for block, prefix in leaving}, []
         for node in self.tree.change(block_of):
             node.device = False
@@ -395,7 +397,7 @@ class TieredCache(offload.HostCache):
         until = dict(best_effort=0.0, timeout=min(timeout, most)).get(self.prefetch_policy, most)
         pages_read = request.kept.pages_read if request.kept else set()
         self.prefetches.pop(request.kept, None)
-        request.kept = prefetch = Prefetch(request, chain, until, tokens < self.threshold, pages_read)
+        request.kept = prefetch = Prefetch(request, chain, until, tokens < max(1, self.threshold), pages_read)
         answer = storage.exists([prefix.key for prefix in chain])
         self.hold("ask", [answer], then=partial(self.answered, prefetch, near, answer))
 
@@ -431,8 +433,8 @@ class TieredCache(offload.HostCache):
             self.coming.update(run)
             then = partial(self.run_read, prefetch, run, places, read)
             self.hold("read", [read], given=[(self.host, places)], then=then)
-        none_comes = self.coming.isdisjoint(prefetch.chain)
-        prefetch.ended = none_comes and not (len(lacking) > fits and self.coming)
+        none_comes, wait_for_places = self.coming.isdisjoint(prefetch.chain), len(lacking) > fits and self.coming
+        prefetch.ended = none_comes and not wait_for_places
 
     def lacking(self, prefetch: Prefetch) -> list:
         """-> the pages to read: those in storage that are not near, nor on their way, up to the first that is
@@ -528,7 +530,7 @@ class TieredCache(offload.HostCache):
         size, copies, restoration.limit = self.pool.block_size, [], restoration.end
         try:
             while not restoration.met:
-                super().poll()  # takes in what has been read meanwhile
+                super().poll()  # takes in what has been read meanwhile, and begins no reads
                 front = request.computed + dict(self.engine.work).get(request, 0)  # where the step ends
                 unclaimed = prefetch.chain[self.pool.num_blocks(front) : restoration.limit // size]
                 come = list(takewhile(lambda span: span[0].places, reversed(self.tree.spans(unclaimed))))
@@ -544,7 +546,7 @@ class TieredCache(offload.HostCache):
                     end = request.computed + (share if time.perf_counter() < restoration.deadline else left)
                     restoration.portion = self.pool.num_blocks(end) * size - request.computed
                     yield
-            restoration.portion = restoration.end  # enough: prefill goes on to the limit
+            restoration.portion = restoration.end  # more than is left: prefill goes on to the limit
             yield from copies
             restoration.layers = len(self.model.layers)
         finally:
@@ -559,7 +561,8 @@ class TieredCache(offload.HostCache):
         super().poll()
         self.step_began, now = next(self.engine.prefixes.uses), time.perf_counter()
         for request in islice(self.engine.waiting, NEXT):  # another engine may have written meanwhile
-            if not (asked := request.kept) or asked.ended and now > asked.asked_at + AGAIN:
+            late = not (asked := request.kept) or asked.ended and now > asked.asked_at + AGAIN
+            if late and not request.must_compute:
                 self.submitted(request)
         for prefetch in list(self.prefetches):
             restoration = prefetch.request.restoration

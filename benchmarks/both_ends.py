@@ -225,7 +225,7 @@ def report(found: list[dict]) -> str:
                 "r": "{r:g}", "share": "{share:g}",
                 **tables.across(grid, {"": "{better_over_both:spread}; {computed_chunks:.0f} + {loaded_chunks:.0f}"}),
             }, grid),
-        report_all_cells(rows) if rows else "",
+        report_all_cells(tables.grouped(rows, ("model", "history_tokens", "r", "share"), "model")) if rows else "",  # the last run of each
         tables.table(
             "**Computing as a bandwidth** (Figures 2 and 3): K and V a second behind {history_tokens:,} tokens, in MB/s, beside what "
             "holds them; a step of 256 tokens at the beginning, and at the end:", {
