@@ -332,10 +332,14 @@ class Engine(Line):
             self.wake.clear()
         self.take_arrivals()
         self.behind.poll()
+        before = len(self.running)
         for request in list(self.waiting):
             with self.contain(request):
                 if not self.admit(request):
                     break
+        for request in self.running[before:]:
+            with self.contain(request):
+                self.behind.begin(request)
         self.work = self.schedule(self.behind.resume(self.running))
         if self.work:
             self.compute()
@@ -373,7 +377,7 @@ class Engine(Line):
         if empty + len(self.running) > pool.available - unreferenced:
             return False
 
-        # 3. Is what it lacks on its way nearer? (Whether that is brought back is decided below)
+        # 3. Is what it lacks on its way nearer? (Whether that is brought back is decided by `begin`)
         request.computed = len(hits) * pool.block_size
         if self.behind.waits(request):
             return True
@@ -391,7 +395,6 @@ class Engine(Line):
         self.waiting.remove(request)
         self.running.append(request)
         self.tell("admit", [request], len(request.tokens), len(request.table), f"{len(hits)} blocks found")
-        self.behind.begin(request)
         return True
 
     def extend(self, request: Request) -> list[Prefix]:

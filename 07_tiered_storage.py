@@ -274,6 +274,8 @@ class TieredCache(offload.HostCache):
         if arrived:
             self.in_l2(prefixes, places)
             self.send_l3(prefixes)
+        else:
+            self.looked_at.pop(request, None)  # look at all of them again
 
     def in_l2(self, prefixes, places: list[int]):
         """These pages have arrived in host memory. (If another copy had, its places stay.)"""
@@ -338,7 +340,7 @@ class TieredCache(offload.HostCache):
     def evicting(self, leaving: list):
         """Note what leaves the device. Under write_back first copy dirty pages to host memory, beginnings
         first, while the engine waits."""
-        block_of, dirty = {prefix: block for block, prefix in leaving}, []
+        block_of, dirty, lost = {prefix: block for block, prefix in leaving}, [], []
         for node in self.tree.change(block_of):
             node.device = False
             dirty += [page for page in self.owed_l3(node) if not self.keeps(page)]
@@ -355,8 +357,9 @@ class TieredCache(offload.HostCache):
                 except links.TransferError:
                     copy.cancel()
                     self.hold("save", [copy], (self.host, places))  # a late one still writes there
+                    lost += pages
                 self.host.release(places)
-        self.count_lost(block_of)
+        self.count_lost(lost + dirty)
 
     def evicting_l2(self, leaving: list):
         """Write copies of owed pages that leave host memory, as far as that can be."""
@@ -414,7 +417,7 @@ class TieredCache(offload.HostCache):
         prefetch.answered, prefetch.chain = True, chain[: near + come if enough else near]
         if self.prefetch_policy == "both_ends":
             prefetch.until = 0.0  # it computes meanwhile
-        if not prefetch.ended:
+        if not prefetch.ended or prefetch.pages_read:  # which stay until it is admitted
             self.prefetches[prefetch] = None
 
     def read_l3(self, prefetch: Prefetch):
@@ -433,8 +436,8 @@ class TieredCache(offload.HostCache):
             self.coming.update(run)
             then = partial(self.run_read, prefetch, run, places, read)
             self.hold("read", [read], given=[(self.host, places)], then=then)
-        none_comes, wait_for_places = self.coming.isdisjoint(prefetch.chain), len(lacking) > fits and self.coming
-        prefetch.ended = none_comes and not wait_for_places
+        waits_for_places = len(lacking) > fits and self.coming
+        prefetch.ended = self.coming.isdisjoint(prefetch.chain) and not waits_for_places
 
     def lacking(self, prefetch: Prefetch) -> list:
         """-> the pages to read: those in storage that are not near, nor on their way, up to the first that is
@@ -561,7 +564,8 @@ class TieredCache(offload.HostCache):
         super().poll()
         self.step_began, now = next(self.engine.prefixes.uses), time.perf_counter()
         for request in islice(self.engine.waiting, NEXT):  # another engine may have written meanwhile
-            late = not (asked := request.kept) or asked.ended and now > asked.asked_at + AGAIN
+            asked = request.kept
+            late = not asked or asked.ended and asked.answered and now > asked.asked_at + AGAIN
             if late and not request.must_compute:
                 self.submitted(request)
         for prefetch in list(self.prefetches):

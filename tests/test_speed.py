@@ -258,9 +258,10 @@ def test_copies_that_nobody_waits_for_any_more_are_in_no_estimate(name):
     engine.submit(request := Request(prompt, 1))
     engine.take_arrivals()
     engine.admit(request)
+    engine.behind.begin(request)
     every = link.settle()
     engine.finish(request, HungUp("gone"))
-    assert link.settle() <= every / 2, "the one that has begun"
+    assert link.settle() <= every / 2 > 0, "the one that has begun"
     link.close()
     check_pools(engine)
     engine.close()
