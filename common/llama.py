@@ -6,10 +6,8 @@ Positions and caches are arguments; no module remembers a request. The loop over
 engine's (chapters 01 and 02), not the model's, because later chapters reorder it.
 
 Source: Touvron et al., "LLaMA" (2023); RoFormer (Su et al., 2021) for rotary embedding; Llama 3.1's
-frequency scaling as published with its weights.
-"""
+frequency scaling as published with its weights."""
 import math
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -47,7 +45,7 @@ class LlamaConfig:
 
 class Linear(nn.Module):
     """y = x W^T + b. On a CPU many rows are multiplied with a copy of the weight in oneDNN's own layout
-    (`reorder`). A few rows only stream through the weight."""
+    (checkpoint.reorder). A few rows only stream through the weight."""
     FEW = 4                    # rows
     in_parts = False           # each thread multiplies a part of the weight with them: checkpoint.load tries
 
@@ -74,11 +72,6 @@ class Linear(nn.Module):
             bias = None if self.bias is None else self.bias.float()
             return F.linear(x.float(), self.weight.float(), bias).bfloat16()
         return F.linear(x, self.weight, self.bias)
-
-    def reorder(self):
-        """Copy the weight into oneDNN's layout, if the operator is there and takes it."""
-        with suppress(AttributeError, RuntimeError):       # no kernel for this device, or here for this dtype
-            self.reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
 
 
 class Rotary(nn.Module):
@@ -222,9 +215,3 @@ class Llama(nn.Module):
     def logits(self, hidden):
         """Output of the last layer [T, D] -> [T, V]. Pass only the rows that will be sampled."""
         return self.head(self.norm(hidden))
-
-    def reorder_weights(self):
-        """Give every linear layer its copy for many rows, on a CPU."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.reorder()

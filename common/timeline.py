@@ -61,11 +61,6 @@ class Timeline:
                 self.spans.append(Span(lane, label, max(0.0, start - self.began), stop - self.began))
             start = resume
 
-    @property
-    def end(self) -> float:
-        """Seconds from its beginning to the end of the last span."""
-        return max((span.end for span in self.spans), default=0.0)
-
     def as_json(self) -> list[dict]:
         return [dict(lane=span.lane, label=span.label, start_ms=round(span.start * 1e3, 3),
                      end_ms=round(span.end * 1e3, 3)) for span in list(self.spans)]

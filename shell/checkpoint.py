@@ -99,7 +99,7 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, division):
     if device == "cpu" and not on_host and model.dtype == torch.float32:
         Linear.in_parts = parts_are_faster(model)
     if not on_host and 2 * weight_bytes(model) < free_host_memory():
-        model.reorder_weights()
+        reorder(model)
     named = [tokenizer.eos_token_id, *(config.get("eos_token_id") for config in configs)]
     ends = sum((ids if isinstance(ids, list) else [ids] for ids in named), [])
     return model, tokenizer, frozenset(token for token in ends if isinstance(token, int))
@@ -209,6 +209,13 @@ def weights(model: Llama) -> dict[str, torch.Tensor]:
                 for name, part in zip(names, tensor.chunk(len(names))):
                     named[f"model.layers.{index}.{name}.{kind}"] = part
     return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def reorder(model: torch.nn.Module):
+    """Give each linear layer a copy of its weight in oneDNN's layout, if that operator takes it here."""
+    for linear in (module for module in model.modules() if isinstance(module, Linear)):
+        with suppress(AttributeError, RuntimeError):       # no kernel for this device, or here for this dtype
+            linear.reordered = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
 
 
 def weight_bytes(model: Llama) -> int:

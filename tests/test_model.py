@@ -144,7 +144,7 @@ def test_a_product_is_the_product_whatever_its_layout_and_rows(bias, outputs, dt
     transposed = x.t().contiguous().t()
     for reordered in (False, True) if reorders(dtype) else (False,):
         if reordered:
-            linear.reorder()
+            checkpoint.reorder(linear)
             assert linear.reordered is not None
         for rows, in_parts in product((0, 1, 2, 3, 4, 5, 33), (False, True)):
             monkeypatch.setattr(Linear, "in_parts", in_parts)
@@ -176,7 +176,7 @@ def test_where_the_operator_is_missing_or_declines_there_is_no_copy(monkeypatch)
             parameter.copy_(torch.ones(parameter.shape))
         with monkeypatch.context() as patch:
             patch.setattr(torch.ops, "mkldnn", broken)
-            linear.reorder()
+            checkpoint.reorder(linear)
             assert linear.reordered is None
             assert torch.equal(linear(torch.ones(9, 48)), torch.full((9, 30), 49.0))
 

@@ -80,7 +80,7 @@ def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu", on_host=Fa
         return model
     model = model.to(device)
     model.device = torch.device(device)
-    model.reorder_weights()
+    checkpoint.reorder(model)
     return model
 
 
