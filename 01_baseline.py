@@ -27,7 +27,6 @@ import torch
 
 from common.llama import attention, causal_mask, upload
 from common.requests import Line, Request
-from common.sampling import likeliest, sample
 from common.timeline import Clock
 from shell import charts, checkpoint, lesson
 from shell.frontend import Frontend
@@ -45,7 +44,7 @@ def generate(model, request: Request, chunk: int = PREFILL, kv_cache: bool = Tru
     logits = prefill(model, cache, request, chunk, clock)  # [V]
     while True:
         # 3. One token from the logits
-        request.push(sample([request], logits[None], likeliest(logits[None]))[0])
+        request.push(request.sample(logits))
         yield
         if request.finish_reason:
             return

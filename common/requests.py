@@ -143,6 +143,10 @@ class Request:
     def cached_tokens(self) -> int:
         return sum(self.found.values())
 
+    def sample(self, logits: torch.Tensor) -> int:
+        """Draw the next token from logits [V], as `sampling.sample` does for many."""
+        return sampling.sample([self], logits[None], sampling.likeliest(logits[None]))[0]
+
     def push(self, token: int):
         """Append a token; put text that is certain to `pieces`; set finish_reason if it is the last. Raises
         RequestError at -1, where the model gives none."""

@@ -130,14 +130,10 @@ def test_a_stop_string_costs_the_new_text_only(frontend):
 
 # 3. Request and result --------------------------------------------------------------------------------------
 
-def draw_one(request, logits) -> int:
-    return sampling.sample([request], logits[None], sampling.likeliest(logits[None]))[0]
-
-
 def drawn(logits, count: int = 300, **sampling) -> set[int]:
     one, other = (Request([1], 1, seed=seed, **sampling) for seed in (5, None))
-    tokens = {draw_one(one, torch.tensor(logits)) for _ in range(count)}
-    assert tokens == {draw_one(other, torch.tensor(logits)) for _ in range(count)}, "with a seed and without"
+    tokens = {one.sample(torch.tensor(logits)) for _ in range(count)}
+    assert tokens == {other.sample(torch.tensor(logits)) for _ in range(count)}, "with a seed and without"
     return tokens
 
 
@@ -169,7 +165,7 @@ def test_a_seed_gives_the_tokens_that_it_always_gave_alone_and_beside_others():
     others = [Request([1], 9, temperature) for temperature in (0, 1)]
     for at in range(4):
         expected = [tokens[at] for *_, tokens in SEEDS]
-        assert [draw_one(request, logits) for request in alone] == expected
+        assert [request.sample(logits) for request in alone] == expected
         rows = torch.stack([*[logits] * len(SEEDS), -logits, torch.full((2000,), float("nan"))])
         assert sampling.sample(beside + others, rows, sampling.likeliest(rows))[:-1] == [*expected, 0]
     order = (logits / 2).floor().topk(2000)  # equal ones, as in 16 bits, in the order of this whole sort
@@ -177,7 +173,7 @@ def test_a_seed_gives_the_tokens_that_it_always_gave_alone_and_beside_others():
         shares = (order.values.double() / 0.4).softmax(0)
         shares[1:][(shares.cumsum(0) - shares)[1:] >= top_p] = 0
         token = torch.multinomial(shares, 1, generator=torch.Generator().manual_seed(seed))
-        assert draw_one(Request([1], 9, 0.4, top_p, seed=seed), (logits / 2).floor()) == order.indices[token]
+        assert Request([1], 9, 0.4, top_p, seed=seed).sample((logits / 2).floor()) == order.indices[token]
 
 
 def test_without_a_seed_each_token_has_its_share():
@@ -186,7 +182,7 @@ def test_without_a_seed_each_token_has_its_share():
     tokens = sampling.sample([Request([1], 9, 0.8)] * count, logits.expand(count, -1), [1] * count)
     shares = (logits / 0.8).softmax(0)
     assert ((torch.bincount(torch.tensor(tokens), minlength=300) / count - shares).abs() <= 5 * (shares / count).sqrt()).all()
-    one, other = ([draw_one(request, torch.zeros(1000)) for _ in range(8)] for request in (Request([1], 9, 1), Request([1], 9, 1)))
+    one, other = ([request.sample(torch.zeros(1000)) for _ in range(8)] for request in (Request([1], 9, 1), Request([1], 9, 1)))
     assert one != other
 
 

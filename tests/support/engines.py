@@ -212,6 +212,7 @@ class Oracle:
             request.sample = lambda logits: self.note(logits, ties)
             for _ in baseline.generate(self.model, request):
                 pass
+            assert len(ties) == len(request.new), "the oracle has not seen these logits"
             self.known[tuple(prompt)] = tokens, ties = request.new, ties
         return tokens[:new], ties[:new]
 
