@@ -252,7 +252,11 @@ def test_what_is_there_is_projected_before_a_later_layer_is_waited_for(tmp_path)
     engine, cache = engine_for("RHK", chunk_files(tmp_path))
     said, project = [], cache.project
     cache.project = lambda layer, *rest: said.append(f"project {layer}") or project(layer, *rest)
-    cache.storage.read = lambda chunks, into, part: [Transfer("storage", f"part {part}", 1)]
+
+    def read(chunks, into, part):
+        for place in into:
+            place.fill(0)  # what was in this memory before may be no number
+        return [Transfer("storage", f"part {part}", 1)]
 
     def arrived(restoration, wait):
         if transfer := restoration.awaited:
@@ -262,7 +266,7 @@ def test_what_is_there_is_projected_before_a_later_layer_is_waited_for(tmp_path)
             transfer.wait()
         return True
 
-    engine.behind.arrived = arrived
+    engine.behind.arrived, cache.storage.read = arrived, read
     ask(engine, PROMPT + [3], 1)
     assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "part 2", "layer 2"]
 
