@@ -417,7 +417,7 @@ class TieredCache(offload.HostCache):
         prefetch.answered, prefetch.chain = True, chain[: near + come if enough else near]
         if self.prefetch_policy == "both_ends":
             prefetch.until = 0.0  # it computes meanwhile
-        if not prefetch.ended or prefetch.pages_read:  # which stay until it is admitted
+        if not prefetch.ended:
             self.prefetches[prefetch] = None
 
     def read_l3(self, prefetch: Prefetch):
@@ -425,7 +425,8 @@ class TieredCache(offload.HostCache):
         host memory. What other prefetches have read stays there, since it is about to be used."""
         lacking = self.lacking(prefetch)
         if fits := max(0, min(len(lacking), self.host.size // 2 - len(self.coming))):
-            kept = set(prefetch.chain).union(*(each.pages_read for each in self.prefetches))
+            in_line = [one.kept for one in self.engine.waiting if one.kept]  # also those asked for again
+            kept = set(prefetch.chain).union(*(each.pages_read for each in (*self.prefetches, *in_line)))
             fits = self.host.make_room(fits, kept)
         for at in range(0, fits, self.pages_at_once):
             run = lacking[at:fits][: self.pages_at_once]

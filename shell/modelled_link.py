@@ -162,11 +162,14 @@ class Trace(Bandwidth):
     @property
     def value(self) -> float:
         """The bandwidth of now."""
-        return self.values[int((time.perf_counter() - self.began) // self.seconds) % len(self.values)]
+        return self.values[self.slot(time.perf_counter()) % len(self.values)]
+
+    def slot(self, at: float) -> int:
+        return int((at - self.began) // self.seconds)
 
     def arrival(self, start: float, size: int, pieces: int = 0) -> float:
         at = start + LATENCY + pieces * PIECE
-        slot = int((at - self.began) // self.seconds)
+        slot = self.slot(at)
         while True:
             rate, end = self.values[slot % len(self.values)], self.began + (slot + 1) * self.seconds
             if size <= rate * (end - at):

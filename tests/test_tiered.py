@@ -611,7 +611,9 @@ def test_prefetches_hold_half_of_host_memory_at_most_and_the_second_waits_for_th
         assert [len(request.decisions) for request in asked] == [2, 2], "to wait, and to load: each is decided once"
 
 
-def test_what_was_read_for_a_request_that_waits_does_not_leave_for_another_ones_pages():
+@pytest.mark.parametrize("again", [1.0, 0.0])
+def test_what_was_read_for_a_request_that_waits_does_not_leave_for_another_ones_pages(again, monkeypatch):
+    monkeypatch.setattr(tiers, "AGAIN", again)  # seconds until storage is asked again for one that has all
     with only_stored((100, 80), host=8) as (engine, _, prompts):
         engine.max_running = 0  # both stand in line
         for request in (asked := [Request(prompt, 2) for prompt in prompts]):
@@ -621,6 +623,29 @@ def test_what_was_read_for_a_request_that_waits_does_not_leave_for_another_ones_
         engine.max_running = 64
         until_over(engine, *asked)
         assert asked[0].found == {"storage": 96}
+
+
+def test_what_could_not_be_copied_out_is_copied_with_what_follows():
+    rng = random.Random(0)
+    with engine_on(Shelf()) as engine:
+        engine.submit(request := Request(draw(rng, 100), 40))
+        with faulty(rng, failing=1.0, lanes=["save"]) as faults:
+            assert steps(engine, lambda: len(request.new) == 2)
+        until_over(engine, request)
+        settle(engine)
+        assert faults.failed and len(engine.behind.cache.host.find(request.chain)) >= 8
+
+
+def test_storage_is_asked_nothing_for_a_request_that_must_compute():
+    with only_stored() as (engine, shelf, prompt):
+        shelf.asked.clear()
+        engine.max_running = 0
+        engine.submit(request := Request(prompt, 2, must_compute=True))
+        steps(engine, lambda: False, 5)
+        assert not request.kept and not shelf.asked
+        engine.max_running = 64
+        until_over(engine, request)
+        assert request.found == {} and ORACLE.judge(request) != "wrong"
 
 
 @pytest.mark.parametrize("policy", ["both_ends", "best_effort"])
