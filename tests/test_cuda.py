@@ -13,13 +13,14 @@ import torch.nn.attention.bias
 
 from common.link import Link, Places, TransferError
 from common.pieces import Pieces
-from common.requests import Interrupted, Request
+from common.requests import HungUp, Interrupted, Request
 from common.restoring import Restorer
 from common.timeline import Clock
 from shell import modelled_link
 from shell.ranks import Ranks
 from tests.support import engines, streams, traffic, unordered
 from tests.support.engines import ask, ask_and_evict, check_pools, draw, evict, settle, tiered, tiny_model
+from tests.support.faults import faulty
 from tests.support.launches import a_layer
 
 ranked = importlib.import_module("09_tensor_parallel")
@@ -148,6 +149,28 @@ def test_memory_that_cannot_be_pinned_serves_too(gpu, oracle, cache, capsys):
             request = ask_and_evict(engine, prompt, 3)
             assert oracle[cache].judge(request) != "wrong"
         assert request.found and "cannot be pinned" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gpu", ["real" if REAL else "random"], indirect=True)
+@pytest.mark.parametrize("cache", EXACT)
+def test_requests_are_cancelled_and_preempted_under_way_and_copies_fail(gpu, oracle, cache):
+    rng, engine = random.Random(4), make(cache, 14, max_running=4, token_budget=32)
+    documents = [draw(rng, length) for length in (70, 90)]
+    for turn in range(2):
+        asked = [Request(documents[number % 2] + draw(rng, 3), 12) for number in range(4)]
+        for request in asked:
+            engine.submit(request)
+        with faulty(rng, failing=0.0 if cache == "hybrid" else 0.2):  # where a step fails with any of its copies
+            for _ in range(1 + turn):
+                engine.step()
+            engine.cancel(asked[turn], HungUp("cancelled"))
+            engines.until_over(engine, *asked)
+        left = [request for request in asked if not isinstance(request.outcome, HungUp)]
+        assert all(oracle[cache].judge(request) != "wrong" for request in left)
+        engine.evict("device")
+    settle(engine)
+    assert engine.counts["preemptions"]
+    check_pools(engine)
 
 
 @pytest.mark.parametrize("gpu", ["real" if REAL else "late copies"], indirect=True)
