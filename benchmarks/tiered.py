@@ -34,6 +34,7 @@ from shell import backends, lesson, modelled_link
 tiers = importlib.import_module("07_tiered_storage")
 TALKS, TURNS, DOCUMENT, QUESTION, ANSWER, PAGE = 6, 2, 1024, 64, 4, 16  # conversations; tokens
 TIERS = "gpu", "cpu", "storage"
+ASKED = PAGE - 1  # tokens of a question that fills no page, so that no tier keeps it for the next policy
 HELD = 32_768  # tokens, about those of all conversations of `sizes` together, shared ones once
 
 
@@ -149,9 +150,8 @@ def policies(model, arguments, tokens: int = 512):
     with Bench(model) as bench:
         engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="both_ends"))
         cache, storage = engine.behind.cache, engine.behind.cache.storage
-        history = bench.draw(tokens)
+        history, size = bench.draw(tokens), tokens // PAGE * cache.host.block_bytes
         lesson.ask(engine, history + bench.draw(1), 1)
-        size = tokens // PAGE * cache.host.block_bytes
 
         def once(policy: str, question: list[int]) -> Request:
             forget(engine)
@@ -160,29 +160,29 @@ def policies(model, arguments, tokens: int = 512):
             request, cache.storage = lesson.ask(engine, history + question, 1), storage
             return request
 
-        for _ in range(3):
-            alone = once("computed", bench.draw(QUESTION)).outcome.ttft_ms
+        alone = [once("computed", bench.draw(ASKED)) for _ in range(2)][-1].outcome.ttft_ms
         for r, always in itertools.product((1.0, 2.0), (True, False)):
-            alone = statistics.median(once("computed", bench.draw(QUESTION)).outcome.ttft_ms for _ in range(3))
-            measure.change_speed(engine, storage, storage.reader, modelled_link.Bandwidth(size / (1e-3 * r * alone)))
-            cache.timeout = 1e-3 * alone / 3, 0.0  # a third of what computing takes
-            engine.behind.estimates.always = always
-            cache.measure_storage()
-            for row in measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 5):
-                yield dict(r=r, guard=not always, **row)
+            for _ in range(3):  # until r is within a tenth of what the row's own rounds say
+                measure.change_speed(engine, storage, storage.reader, modelled_link.Bandwidth(size / (1e-3 * r * alone)))
+                engine.behind.estimates.always, cache.timeout = always, (1e-3 * alone / 3, 0.0)  # a third of computing
+                cache.measure_storage()
+                found = list(measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 5))
+                before, alone = alone, found[-1]["ttft_ms"]["computed"]["median"]
+                if 0.9 < before / alone < 1.1:
+                    break
+            yield from (dict(r=r, guard=not always, measured_r=r * before / alone, **row) for row in found)
 
 
 def policy_cell(bench: Bench, once, rounds: int) -> dict:
     """The policies in turn. Ends if they answer differently."""
     ways = ("computed", *tiers.PREFETCH)
-    taken = measure.same_question_in_turn({way: partial(once, way) for way in ways}, rounds, partial(bench.draw, QUESTION))
+    taken = measure.same_question_in_turn({way: partial(once, way) for way in ways}, rounds, partial(bench.draw, ASKED))
     measure.check_alike(bench.model, {way: [request.new for request in each] for way, each in taken.items()})
     times = {way: ttft(requests) for way, requests in taken.items()}
     best = min(ways[1:4], key=lambda way: statistics.median(times[way]))
     behind = [way for way in ways[:4] if measure.is_behind(ratio(times["both_ends"], times[way])["samples"])]
     found = {way: tiers.shares(requests)["storage"] for way, requests in taken.items()}
-    last = {way: taken[way][-1] for way in ("wait_complete", "both_ends")}
-    lanes = {way: dict(ttft_ms=one.outcome.ttft_ms, spans=one.timeline.as_json()) for way, one in last.items()}
+    lanes = {way: dict(ttft_ms=times[way][-1], spans=taken[way][-1].timeline.as_json()) for way in ("wait_complete", "both_ends")}
     return dict(rounds=rounds, ttft_ms={way: spread(samples) for way, samples in times.items()}, from_storage=found, lanes=lanes,
                 best=best, over_both_ends={way: ratio(times[way], times["both_ends"]) for way in ways}, behind=behind)  # fmt: skip
 
