@@ -146,7 +146,7 @@ def mixed(engine, taken: dict, at_once: int, model) -> dict:
 
 # 2. One history that only storage has -----------------------------------------------------------------------
 
-def policies(model, arguments, tokens: int = 512):
+def policies(model, arguments, tokens: int = 1024):
     with Bench(model) as bench:
         engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="both_ends"))
         cache, storage = engine.behind.cache, engine.behind.cache.storage
@@ -337,7 +337,7 @@ def report(found: list[dict]) -> str:
             "throughput": "{throughput:x}", "bound / measured": "{of_bound:spread}", "found in L1, L2, L3": shares,
         }, mix),
         tables.table(
-            "**One history of 512 tokens in slow storage alone.** TTFT, and the share of the prompt from storage:", {
+            "**One history of 1,024 tokens in slow storage alone.** TTFT, and the share of the prompt from storage:", {
                 "model, reading / computing": "{model}, {r:g}",
                 **tables.across(policies, {way: f"{{ttft_ms[{way}]:ms}}, {{from_storage[{way}]:%}}" for way in ways}),
             }, policies),
