@@ -75,7 +75,7 @@ def sessions(**wanted) -> Callable:
 
 def grid(value: Callable, **wanted) -> Callable:
     return cells("grid", "{model} {history_tokens}, r {r:g}, share {share:g}", value,
-                 lambda row: min(row["loaded_chunks"], row["computed_chunks"]), **wanted)
+                 lambda row: min(row["loaded_chunks"], row["computed_chunks"]) * (row["ttft_ms"]["load"] > row["hit_ms"]), **wanted)
 
 
 def kept(found: list) -> list[Cell]:
