@@ -89,7 +89,7 @@ def mix(key: str, **wanted) -> Callable:
 
 
 def policies(label: str, value: Callable, **wanted) -> Callable:
-    return cells("policies", label, value, lambda row: row["from_storage"]["both_ends"], **wanted)
+    return cells("policies", label, value, lambda row: row["from_storage"]["both_ends"] * (0.8 < row["measured_r"] / row["r"] < 1.25), **wanted)
 
 
 def blocks(value: Callable, part: str = "grid", **wanted) -> Callable:

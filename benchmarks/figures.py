@@ -41,7 +41,7 @@ def lanes(axes, each: list[dict]):
                 axes.broken_barh([(start, stop - start)], (place, 0.8), facecolor=kind, edgecolor="white", linewidth=0.4)
             ticks[place + 0.4] = name
             place += 1
-        words = f" first token at {row['end_ms']:.0f} ms{row.get('rounds', '')}" if "ttft_ms" in row else ""
+        words = f" first token at {row['end_ms']:.0f} ms{row.get('spread', '')}" if "ttft_ms" in row else ""
         style = dict(ha="left") if row["end_ms"] <= most else dict(ha="right", color="white")
         axes.text(end, place - 0.6, words, fontsize=9, va="center", **style)
         place += 0.9
@@ -52,8 +52,8 @@ def lanes(axes, each: list[dict]):
 
 def asked(found: list[dict], chapters=tuple(ANSWERS)) -> dict[str, list[dict]]:
     each = [row for row in rows(found, "lanes") if row["chapter"] in chapters]
-    rounds = " ({min:.0f} to {max:.0f})".format_map  # the one that is drawn is in their middle
-    return {"": [dict(row, said=ANSWERS[row["chapter"]].format_map(row), end_ms=median(row["ttft_ms"]), rounds=rounds(row["ttft_ms"])) for row in each]}
+    spread = " ({min:.0f} to {max:.0f})".format_map  # of the rounds; the one that is drawn is in their middle
+    return {"": [dict(row, said=ANSWERS[row["chapter"]].format_map(row), end_ms=median(row["ttft_ms"]), spread=spread(row["ttft_ms"])) for row in each]}
 
 
 def prefetched(found: list[dict]) -> dict[str, list[dict]]:

@@ -339,7 +339,7 @@ def report(found: list[dict]) -> str:
         tables.table(
             "**One history of 1,024 tokens in slow storage alone.** TTFT, and the share of the prompt from storage:", {
                 "model, reading / computing": "{model}, {r:g}",
-                **tables.across(policies, {way: f"{{ttft_ms[{way}]:ms}}, {{from_storage[{way}]:%}}" for way in ways}),
+                **tables.across(policies, {"as measured": "{measured_r:.2f}"} | {way: f"{{ttft_ms[{way}]:ms}}, {{from_storage[{way}]:%}}" for way in ways}),
             }, policies),
         tables.table("**A hit in each tier** (classroom): TTFT over that of computing, and the tokens found there:", {
             "found in": "{way}", **tables.across(hits, {"": "{over_computing:spread}; {where}"}),

@@ -13,7 +13,7 @@ from conftest import load, write_model
 from support import engines, streams
 from support.engines import BANDWIDTH, ORACLE, ask, check_pools, draw, evict, make, settle, tiny_model
 
-from benchmarks import both_ends, outside, ranks, tiered, variants
+from benchmarks import both_ends, claims, outside, ranks, tiered, variants
 from common import estimates, restoring
 from common.link import Link
 from common.requests import Unavailable
@@ -168,6 +168,23 @@ def test_a_cell_of_the_grid_says_what_was_loaded_and_how_far_the_bound_is(wider)
     assert row["bound_ms"] == pytest.approx(hit + load * compute / (load + compute))
     over = [both / row["bound_ms"] for both in row["ttft_ms"]["both"]["samples"]]
     assert row["over_bound"]["median"] == pytest.approx(statistics.median(over))
+
+
+def said(part: str, read, **row) -> float:
+    """-> what a claim takes a row to have exercised; 0: it says nothing."""
+    (cell,) = read("", lambda row: 1.0)([dict(claim=part, model="m", rows=[row])])
+    return cell.exercised
+
+
+@pytest.mark.parametrize("hit, counts", [(18.0, True), (104.0, False)])
+def test_a_cell_whose_loading_took_no_longer_than_a_device_hit_says_nothing(hit, counts):
+    row = dict(history_tokens=1024, r=1, share=1.0, loaded_chunks=8, computed_chunks=8, hit_ms=hit, ttft_ms=dict(load=90.0))
+    assert bool(said("grid", lambda label, value: claims.grid(value), **row)) == counts
+
+
+@pytest.mark.parametrize("measured, counts", [(1.8, True), (2.6, False)])
+def test_a_row_whose_storage_was_not_as_slow_as_it_says_says_nothing(measured, counts):
+    assert bool(said("policies", claims.policies, r=2.0, measured_r=measured, from_storage=dict(both_ends=0.3))) == counts
 
 
 def test_a_hit_in_host_memory_is_found_whole_also_after_a_slow_link(wider, monkeypatch):
