@@ -290,8 +290,7 @@ class Nothing:
 
     busy = False  # whether anything is on its way, though no request waits for it
 
-    def attach(self, engine): ...  # begin; add to the engine's fields and pools
-    def idle(self): ...  # nothing runs: measure -> seconds until it wants to again, or None
+    def attach(self, engine): ...  # begin, and measure; add to the engine's fields and pools
     def submitted(self, request): ...  # it stands in line, maybe again: bring nearer what it needs
     def poll(self): ...  # a step begins: release what is over
     def waits(self, request): ...  # -> whether it stays in line: what it lacks is on its way nearer
@@ -321,14 +320,13 @@ class Engine(Line):
         salt = (lambda v: isinstance(v, str) and len(v) <= 256), "a string of at most 256 characters"
         self.fields, self.pools = {"cache_salt": salt}, {"device": self.pool}
         self.behind.attach(self)
-        self.behind.idle()
 
     def step(self):
         """One step for all requests: poll, admit, restore, schedule, compute, save."""
         if not self.busy:
             if self.runner.pieces:
                 self.runner.pieces.idle(lambda: self.arrivals)
-            self.wake.wait(self.behind.idle())  # until a request comes, or it is time to measure again
+            self.wake.wait()  # until a request comes
             self.wake.clear()
         self.take_arrivals()
         self.behind.poll()

@@ -45,7 +45,7 @@ from common.cache import Cache, Match
 from common.estimates import Estimates
 from common.requests import Request
 from common.restoring import Restorer
-from shell import charts, lesson, modelled_link
+from shell import charts, hardware, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged = importlib.import_module("02_paged_kv")
@@ -71,12 +71,13 @@ class HostCache(Cache):
     def attach(self, engine):
         super().attach(engine)
         memory, bandwidth, wake = self.pool.memory, self.bandwidth, engine.wake.set
-        self.load_link = modelled_link.connect("load", engine.clock, bandwidth, wake)
-        self.save_link = modelled_link.connect("save", engine.clock, bandwidth, wake, background=True)
+        self.load_link = hardware.connect("load", engine.clock, bandwidth, wake)
+        self.save_link = hardware.connect("save", engine.clock, bandwidth, wake, background=True)
         shape = len(memory), self.blocks, 2, *memory.shape[3:]  # of [block_size, KVH, hd]: K by V of a block
         self.host = paged.BlockPool(self.blocks, self.pool.block_size, self.host_memory(shape))
         self.pools = {"host": self.host}
-        self.save_link.speed()  # a GPU's is measured now, so that no answer waits for it
+        for link in self.load_link, self.save_link:
+            link.speed()  # a GPU's is measured now, so that no answer waits for it
 
     def match(self, request):
         if found := self.host.find(self.missing(request)):
@@ -149,14 +150,14 @@ class HostCache(Cache):
 
     def save_blocks(self, request, lacking: list[tuple]) -> int:
         """Begin to copy out (prefix, device block) pairs, as far as there is room, and time -> how many."""
-        soon = self.save_link.seconds(len(lacking) * self.host.block_bytes) < LONGEST_SAVE
-        if not soon and self.engine.running:  # a probe says whether the link is still as slow; else `idle`
-            self.estimates.doubtful = True
-            if not self.under_way["save"]:
-                self.hold("save", [self.save_link.probe(self.host.block_bytes)])
+        size, link = self.host.block_bytes, self.save_link
+        if link.seconds(len(lacking) * size) >= LONGEST_SAVE:  # a little says whether it is still as slow
+            lacking = [] if self.under_way["save"] else lacking[: -(-link.measured_from // size)]
+        if not lacking:
+            return 0
         own = request.chain if self.last_tier or request.table else ()  # a running request keeps its end
         used = lacking[-1][0].used if self.last_tier else 0
-        fits = self.host.make_room(len(lacking), own, used) if soon else 0
+        fits = self.host.make_room(len(lacking), own, used)
         if fits:
             prefixes, blocks = zip(*lacking[:fits])
             places = self.places_for(request, prefixes)
@@ -191,15 +192,6 @@ class HostCache(Cache):
 
     def finished(self, request):
         self.looked_at.pop(request, None)
-
-    def probe(self, request, match):
-        return [self.load_link.probe(len(match.blocks) * self.host.block_bytes // len(self.model.layers))]
-
-    def idle(self):
-        self.save_link.forget()  # of when the processor was busy
-        self.save_link.speed()
-        self.engine.wake.set()  # for `poll`, to try again what seemed to take too long
-        self.load_link.measure(self.engine.interrupt)
 
 
 # 2. The demo -----------------------------------------------------------------------------------
@@ -254,7 +246,7 @@ def ask_each_tier(engine, slow, prompt: list[int]) -> dict[str, list[Request]]:
         lesson.settle(slow)
         link = slow.behind.cache.load_link
         link.bandwidth = modelled_link.Bandwidth(link.bandwidth.value / 100)
-        link.forget()
+        link.measured.forget()
         ways["slow link"] = lambda: ask(slow, evict="device")
     return lesson.in_turn(ways)
 
@@ -275,7 +267,7 @@ def add_arguments(parser):
     number, words = cli.bounded(int, 0, 1 << 26), "blocks in host memory (four times the device's)"
     parser.add_argument("--cpu-blocks", type=number, metavar="N", help=words)
     parser.add_argument("--always-restore", action="store_true", help="load even what is computed sooner")
-    modelled_link.add_option(parser)
+    hardware.add_option(parser)
 
 
 def host_blocks(model, arguments, block_bytes: int) -> int:
@@ -289,7 +281,7 @@ def make_engine(model, arguments) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache."""
     block_bytes = arguments.block_size * model.config.kv_numbers_per_token * model.dtype.itemsize
     blocks = host_blocks(model, arguments, block_bytes)
-    bandwidth = modelled_link.bandwidth(model, arguments.link)
+    bandwidth = hardware.bandwidth(model, arguments.link)
     cache, megabytes = HostCache(blocks, bandwidth), blocks * block_bytes / 1e6
     engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(arguments.always_restore)))
     print(f"Host: {blocks} KV blocks, {megabytes:.1f} MB, over a {cache.load_link}", file=sys.stderr)

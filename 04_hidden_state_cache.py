@@ -43,17 +43,15 @@ from pathlib import Path
 import numpy
 import torch
 
-from common import lanes
 from common import link as links
 from common.cache import Cache, Match
-from common.estimates import FULL_SPEED, ROWS, Estimates
-from common.link import Speed
+from common.estimates import FULL_SPEED, Estimates
+from common.link import Speed, as_integers
 from common.llama import upload
-from common.places import as_integers
 from common.requests import Request
 from common.restoring import Restorer
 from common.store import Stored, StoredChunks
-from shell import charts, lesson, modelled_link
+from shell import charts, hardware, lesson
 from shell.backends import in_directories
 from shell.frontend import Frontend
 
@@ -73,6 +71,17 @@ class Filling:
     block: int | None = None  # referenced; None: its rows are not kept
     dropped: bool = False  # rows were not sent: no later ones are kept
     lost: bool = False  # rows that were sent did not arrive: no later ones are found
+
+
+@dataclass(eq=False)
+class Piece:
+    """Rows that fill a part of a block."""
+
+    filling: Filling
+    block: int
+    prefix: object  # that these rows complete; None: the block is not full yet
+    rows: list[int]  # which of all noted rows they are
+    slots: range  # where they go, in rows of the store
 
 
 class BlockStore:
@@ -110,11 +119,11 @@ class BlockStore:
 
     # Filling
 
-    def fill(self, rows: dict) -> tuple[list[tuple], list[int], list[int]]:
+    def fill(self, rows: dict) -> list[Piece]:
         """Say where noted rows go. `rows`: request -> the position of its first one, and the index of each
-        among all noted rows. -> (filling, block, prefix that it completes or None) for each block, with a
-        reference for the caller to release; and the index and the slot of each row that is kept."""
-        pieces, kept, slots, size = [], [], [], self.pool.block_size
+        among all noted rows. -> the rows that are kept, with a reference to each block for the caller to
+        release."""
+        pieces, size = [], self.pool.block_size
         for request, (first, indices) in rows.items():
             filling, end = self.fillings.setdefault(request, Filling(request)), first + len(indices)
             fillable = (request.prompt_tokens + request.max_tokens - 1) // size  # blocks
@@ -123,13 +132,11 @@ class BlockStore:
                 if start % size == 0:
                     self.begin_block(filling, index, fillable)
                 if filling.block is not None:
-                    kept += indices[start - first : stop - first]
-                    slot = filling.block * size + start % size
-                    slots += range(slot, slot + stop - start)
                     prefix = request.chain[index] if stop % size == 0 else None
-                    pieces.append((filling, filling.block, prefix))
+                    slot, own = filling.block * size + start % size, indices[start - first : stop - first]
+                    pieces.append(Piece(filling, filling.block, prefix, own, range(slot, slot + len(own))))
                     self.pool.share([filling.block])
-        return pieces, kept, slots
+        return pieces
 
     def begin_block(self, filling: Filling, index: int, fillable: int):
         """Reference a block for block `index` of `fillable`, unless another one has its contents. Keep no
@@ -141,7 +148,7 @@ class BlockStore:
         before = chain[index - 1] if index else None
         gap = before and last is None and before not in pool.block_of and not self.find_stored(before)
         if gap or not pool.make_room(1, chain):
-            return self.drop([(filling, None, None)])
+            return self.drop([filling])
         (filling.block,) = pool.allocate(1, pool.block_of.get(before, last), fillable - index)
 
     def close_block(self, filling: Filling):
@@ -149,23 +156,23 @@ class BlockStore:
             self.pool.release([filling.block])
         filling.block = None
 
-    def saved(self, pieces: list[tuple], arrived: bool):
+    def saved(self, pieces: list[Piece], arrived: bool):
         """In the order of flushes: register complete blocks, unless an earlier row of theirs was lost."""
         if not arrived:
-            self.drop(pieces)
-        for filling, block, prefix in pieces:
-            filling.lost |= not arrived
-            if prefix and not filling.lost:
-                self.register(block, prefix)
-        for request in {filling.request for filling, _, prefix in pieces if prefix}:
+            self.drop(piece.filling for piece in pieces)
+        for piece in pieces:
+            piece.filling.lost |= not arrived
+            if piece.prefix and not piece.filling.lost:
+                self.register(piece.block, piece.prefix)
+        for request in {piece.filling.request for piece in pieces if piece.prefix}:
             self.use_stored(request)
 
-    def drop(self, pieces: list[tuple]):
-        """These rows are not kept, and none behind them, until they are computed again."""
-        for filling in {filling for filling, _, _ in pieces if not filling.dropped}:
+    def drop(self, fillings):
+        """Keep no more rows of these, until they are computed again."""
+        for filling in fillings:
+            self.cache.counts["drops"] += not filling.dropped
             filling.dropped = True
             self.close_block(filling)
-            self.cache.counts["drops"] += 1
 
     def finished(self, request):
         """Forget a request."""
@@ -228,13 +235,13 @@ class Loading:
     """A restoration: its tokens' slots, the host blocks, and the copies under way."""
 
     def __init__(self, cache: "HiddenCache", request, restoration, match):
-        self.request, self.start, (self.store, places) = request, restoration.start, match.blocks
+        self.request, self.start = request, restoration.start
         pool, end, device = cache.pool, restoration.end, cache.model.device
         self.tokens = end - self.start
         self.rotation = cache.model.rotary(torch.arange(self.start, end, device=device))  # of all layers
         self.slots = pool.slots(upload(request.table, device))[self.start : end]  # [T]
         prefixes = request.chain[self.start // pool.block_size :]
-        self.blocks, self.reads = self.store.bring(prefixes, places)  # in host memory
+        self.blocks, self.reads = cache.store.bring(prefixes, match.blocks)  # in host memory
         self.places = links.Places(range(len(self.blocks)), self.blocks, apart=True)
         self.landing = {}  # layer -> where its rows land, [n * block size, width]
         self.transfers = {}  # layer -> the Transfer
@@ -250,11 +257,12 @@ class HiddenCache(Cache):
     def attach(self, engine):
         super().attach(engine)
         wake = engine.wake.set
-        self.load_link = modelled_link.connect("load", engine.clock, self.bandwidth, wake)
-        self.save_link = modelled_link.connect("save", engine.clock, self.bandwidth, wake)
-        self.lanes = deque(lanes.Worker("scatter", wake) for _ in range(THREADS))
+        self.load_link = hardware.connect("load", engine.clock, self.bandwidth, wake)
+        self.save_link = hardware.connect("save", engine.clock, self.bandwidth, wake)
+        self.lanes = deque(links.Worker("scatter", wake) for _ in range(THREADS))
         if self.storage:
             self.storage.open(wake)
+        self.load_link.speed()  # a GPU's is measured now
         self.projecting = Speed(math.inf)  # rows of a layer a second
         self.spans = deque()  # (request, rows projected, label, mark, mark): what was computed lately
         self.forget_steps()
@@ -266,13 +274,13 @@ class HiddenCache(Cache):
         return self.model.config.hidden_size
 
     def start_keeping(self):
-        """Keep the input of every layer but the first, which is the embedding."""
+        """Measured is all: keep the input of every layer but the first, which is the embedding."""
         layers = range(1, len(self.model.layers))
         rows = [(layer, self.width) for layer in layers]
         self.keep(layers, BlockStore(self, "hidden states", self.blocks, rows))
 
     def keep(self, layers, store: BlockStore):
-        """Keep the input of `layers` in `store` from now on. Only while nothing is under way."""
+        """Keep the input of `layers` in `store`."""
         self.layers, self.store, self.pools = layers, store, {"host": store.pool}
         memory = partial(links.host_memory, device=self.model.device, what="The snapshot buffer")
         rows = STEPS * self.engine.token_budget  # the buffer is a ring of so many, for each part
@@ -280,20 +288,15 @@ class HiddenCache(Cache):
         self.ring, self.head, self.free = rows, 0, rows  # its length, the next row's place, unused rows
 
     def match(self, request):
-        store, places = self.find(request)
-        if places:
+        if places := self.store.find(self.missing(request)):
             tokens = self.tokens_in(request, places)
-            source = "disk" if store.stored(places) else "cpu"
-            seconds = self.seconds(request.computed, request.computed + tokens, store, places)
-            return Match(tokens, seconds, (store, places), {source: tokens}, rows=tokens)
+            source = "disk" if self.store.stored(places) else "cpu"
+            seconds = self.seconds(request.computed, request.computed + tokens, places)
+            return Match(tokens, seconds, places, {source: tokens}, rows=tokens)
 
-    def find(self, request) -> tuple[BlockStore, list]:
-        """-> the store, and where it has what follows."""
-        return self.store, self.store.find(self.missing(request))
-
-    def seconds(self, start: int, end: int, store: BlockStore, places: list) -> float:
+    def seconds(self, start: int, end: int, places: list) -> float:
         """Estimate for a restoration: the slower of loading and projecting, and one layer of the other."""
-        depth, size = len(self.model.layers), store.pool.block_bytes
+        depth, size, store = len(self.model.layers), self.store.pool.block_bytes, self.store
         project = depth * self.seconds_to_project(end - start)
         load = self.load_link.seconds(len(places) * size, len(store.parts))
         if self.storage:
@@ -301,9 +304,11 @@ class HiddenCache(Cache):
         return max(load, project) + min(load, project) / depth
 
     def seconds_to_project(self, tokens: int) -> float:
-        """Estimate for a layer."""
+        """Estimate for a layer; before the first projection by its share of prefill."""
         self.draw_spans()
-        return self.projecting.seconds(tokens)
+        if self.projecting.passes:
+            return self.projecting.seconds(tokens)
+        return self.estimates.computing.seconds(tokens * self.estimates.machine.projecting)
 
     # Bringing back
 
@@ -324,12 +329,12 @@ class HiddenCache(Cache):
                 restoration.layers += 1
         finally:
             links.cancel([*loading.transfers.values(), *sum(loading.reads.values(), [])])
-            given = [(loading.store.pool, loading.blocks)]
+            given = [(self.store.pool, loading.blocks)]
             self.hold("load", list(loading.transfers.values()), given=given)
 
     def order_layer(self, loading: Loading, layer: int):
         """Order a layer's rows, which land on the device."""
-        rows = loading.store.parts[loading.store.layers.index(layer)]  # [blocks, block size, width]
+        rows = self.store.parts[self.store.layers.index(layer)]  # [blocks, block size, width]
         shape = len(loading.blocks), *rows.shape[1:]  # [n, block size, width]
         landed = self.load_link.landing(shape, rows.dtype)
         loading.landing[layer] = landed.flatten(0, 1)
@@ -366,7 +371,7 @@ class HiddenCache(Cache):
             request, rows, label, *marks = self.spans.popleft()
             start, end = map(self.engine.clock.seconds, marks)
             request.timeline.add("compute", label, start, end)
-            if rows >= FULL_SPEED:  # a few take as long as many
+            if rows >= FULL_SPEED[self.model.device.type]:  # a few take as long as many
                 self.projecting.note(rows, end - start)
 
     # Keeping
@@ -401,17 +406,17 @@ class HiddenCache(Cache):
         """Stage one: the noted rows leave in one transfer. Stage two: a thread waits for it."""
         rows, steps, count = self.rows, self.steps, self.count
         self.forget_steps()
-        pieces, kept, slots = self.store.fill(rows)
-        touched = [block for _, block, _ in pieces]
-        states = None
+        pieces, states = self.store.fill(rows), None
+        touched = [piece.block for piece in pieces]
         if pieces and count <= self.free and None not in steps:
             with suppress(RuntimeError):  # no device memory is left to put steps together
                 states = self.rows_to_keep(steps)
         if states is None:
-            self.store.drop(pieces)
+            self.store.drop(piece.filling for piece in pieces)
             return self.store.pool.release(touched)
         transfer = self.take_snapshot(states)
-        out_of, into = (self.head + numpy.array(kept)) % self.ring, numpy.array(slots)
+        out_of = (self.head + numpy.concatenate([piece.rows for piece in pieces])) % self.ring
+        into = numpy.concatenate([piece.slots for piece in pieces])
         self.lanes.rotate()
         job = self.lanes[0].submit("scatter", 0, self.scatter, transfer, out_of, into)
         then = partial(self.on_saved, transfer, pieces, count)
@@ -440,11 +445,11 @@ class HiddenCache(Cache):
         for part, snapshot in zip(self.store.arrays, self.snapshot):  # [blocks, block size, D] and [rows, D]
             part.reshape(-1, part.shape[-1])[into] = as_integers(snapshot)[out_of]
 
-    def on_saved(self, transfer, pieces: list[tuple], count: int, arrived: bool):
+    def on_saved(self, transfer, pieces: list[Piece], count: int, arrived: bool):
         """Stage two is over, for `count` rows of the snapshot buffer."""
         self.free += count
         self.store.saved(pieces, arrived)
-        for request in {filling.request for filling, _, _ in pieces}:
+        for request in {piece.filling.request for piece in pieces}:
             request.timeline.add("save", "states", *transfer.span())
 
     def finished(self, request):
@@ -452,26 +457,6 @@ class HiddenCache(Cache):
         if request in self.rows:
             self.flush()
         self.store.finished(request)
-
-    @torch.inference_mode()
-    def probe(self, request, match):
-        """Read and copy about a layer, and project a few rows of one."""
-        rows, clock, (store, places) = min(FULL_SPEED, match.tokens), self.engine.clock, match.blocks
-        hidden = self.model.embed(upload(request.tokens[:rows], self.model.device))  # [T, D]
-        began = clock.mark()
-        rotation = self.model.rotary(torch.arange(rows, device=self.model.device))
-        self.model.layers[-1].project_kv(hidden, rotation)
-        self.spans.append((request, rows, "probe", began, clock.mark()))
-        stored, size = store.stored(places), len(places) * store.pool.block_bytes
-        reads = self.storage.read(stored, [store.arrays[0][0].copy() for _ in stored]) if stored else []
-        return [*reads, self.load_link.probe(size // len(store.parts))]
-
-    def idle(self):
-        interrupt, tokens = self.engine.interrupt, min(ROWS, self.model.config.max_position_embeddings)
-        self.load_link.measure(interrupt)
-        seconds = modelled_link.time_projecting(self.model, tokens, interrupt)
-        self.projecting.forget()
-        self.projecting.note(tokens, seconds)
 
     def close(self):
         if self.storage:
@@ -545,7 +530,7 @@ def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
     block_bytes = size * bytes_per_token(model)
     blocks = offload.host_blocks(model, arguments, block_bytes)
     storage = in_directories(arguments.disk, arguments.disk_limit) if arguments.disk else None
-    cache = kind(blocks, modelled_link.bandwidth(model, arguments.link), storage)
+    cache = kind(blocks, hardware.bandwidth(model, arguments.link), storage)
     engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(arguments.always_restore)))
     words = f"{blocks} blocks of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB"
     print(f"Host: {words}, over a {cache.load_link}", file=sys.stderr)

@@ -18,8 +18,8 @@ The plan is the one with which the question is through first. Where the question
 whose busier lane has the least to do for 512, since where many come back at once each lane serves them all.
 Layers are divided and not tokens, since half of a layer's tokens cost more than half of its products.
 
-Each plan keeps other rows, so each is a namespace of its own. A new plan is taken only while nothing runs and
-where two measurements find it 10 % better; blocks that the plan before has kept are still found.
+Each plan keeps other rows, so each is a namespace of its own. It is made once, before the first request, and
+kept. A directory (`--disk`) remembers it, and the next start takes it again, unless `--plan` names another.
 
 The paper divides in closed form, for a history alone. With C the seconds to project (H) or recompute (token)
 a layer and IO those to move it, L layers: where projecting is slower, L_H = L IO_KV / (IO_KV + C_H - IO_H)
@@ -49,6 +49,7 @@ import numpy
 import torch
 
 from common import link as links
+from common.estimates import measure
 from common.llama import upload
 from common.requests import BadRequest, Request
 from common.store import StoredChunks
@@ -60,7 +61,7 @@ hidden_states = importlib.import_module("04_hidden_state_cache")
 PLANNED, QUESTION = 1024, 32  # tokens: of the history that is planned for, and of the question behind it
 SHORTER = 512  # tokens: a history that must not come later than by chapter 03
 MIX = 1e-3  # seconds that a mix takes besides, at most
-BETTER = 0.9  # a new plan takes at most this share of the old one's time
+BETTER = 0.9  # a plan is nearly the best if the best one takes at least this share of its time
 
 # 1. The planner --------------------------------------------------------------------------------
 
@@ -76,9 +77,7 @@ class LayerCosts(NamedTuple):
 
 def recomputing_seconds(layers: int, costs: LayerCosts) -> float:
     """Of the last of these layers only K and V are needed: it is projected."""
-    if layers < 2:  # (until it is measured, recomputing is infinite, and 0 times that is no number)
-        return layers * costs.project
-    return (layers - 1) * costs.recompute + costs.project
+    return (layers - 1) * costs.recompute + costs.project if layers else 0.0
 
 
 def plan_seconds(letters: str, costs: LayerCosts) -> float:
@@ -155,70 +154,71 @@ def bound_seconds(layers: int, costs: LayerCosts) -> float:
 # 2. The cache ----------------------------------------------------------------------------------
 
 class PlannedCache(hidden_states.HiddenCache):
-    """Chapter 04's cache with a way for each layer. `store` is that of the plan; `stores` are the plan's and
-    the one before's."""
+    """Chapter 04's cache with a way for each layer: `letters`, made once, before the first request."""
 
     def __init__(self, blocks: int, bandwidth=None, storage: StoredChunks | None = None, plan: str = "best"):
-        """`blocks`: as much host memory as so many of chapter 04's take, for each of two plans. `plan`:
-        best, paper, or a letter for each layer."""
+        """`blocks`: as much host memory as so many of chapter 04's take. `plan`: best, paper, or a letter for
+        each layer."""
         super().__init__(blocks, bandwidth, storage)
-        self.asked, self.question, self.proposed, self.stores = plan, 0.0, None, []
+        self.asked = plan
 
     def start_keeping(self):
-        self.budget = self.blocks * self.pool.block_size * hidden_states.bytes_per_token(self.model)  # bytes
+        """Plan, and keep the states of H, then K and V of K."""
         self.kv = self.pool.memory.flatten(4)  # [L, 2, blocks, block size, KVH * hd]
-        chapter_04 = "R" + "H" * (len(self.model.layers) - 1)  # its plan, until costs are measured
-        self.adopt(self.asked if set(self.asked) <= set("RHK") else chapter_04)
-
-    def adopt(self, letters: str):
-        """Keep by this plan from now on. Only while nothing is under way."""
-        before = [store for store in self.stores if store.pool.block_of or self.has_files(store.letters)]
-        store = next((store for store in before if store.letters == letters), None)
-        if store is None:
-            before = self.stores = before[:1]  # the memory of a third one goes first
-            store = self.make_store(letters)
-        self.stores = [store, *(other for other in before if other is not store)][:2]
-        self.keep([layer for layer, letter in enumerate(letters) if letter == "H"], store)
-        self.engine.pools = {**self.engine.pools, **self.pools}
-
-    def make_store(self, letters: str):
-        """-> a BlockStore, empty, for the states of H, then K and V of K."""
+        self.letters = letters = self.choose_plan()
         rows, side = [], self.kv.shape[-1]
         for layer, letter in enumerate(letters):
             rows += {"H": [(layer, self.width)], "K": [(layer, side)] * 2, "R": []}[letter]
-        numbers = self.pool.block_size * sum(width for _, width in rows)  # of a block
-        blocks = self.budget // (numbers * self.model.dtype.itemsize)
+        numbers = sum(width for _, width in rows) * self.model.dtype.itemsize  # bytes of a token
+        blocks = self.blocks * hidden_states.bytes_per_token(self.model) // numbers
         store = hidden_states.BlockStore(self, letters, blocks, rows)
-        store.letters = letters
-        return store
+        self.keep([layer for layer, letter in enumerate(letters) if letter == "H"], store)
 
-    # Plans that have files: a value without contents says so
+    # Planning
+
+    def choose_plan(self) -> str:
+        """-> the plan that was asked for; else the one whose blocks a directory holds; else a new one."""
+        layers, tokens = len(self.model.layers), min(PLANNED, self.model.config.max_position_embeddings // 2)
+        self.question = self.measure_question(tokens)
+        if self.asked not in ("best", "paper"):
+            return self.asked
+        stored = 1.0 if self.storage else 0.0
+        costs, shorter = (self.costs(0, end, stored) for end in (tokens, min(SHORTER, tokens)))
+        if kept := [letters for letters in divisions(layers) if self.has_files(letters)]:
+            return min(kept, key=partial(plan_seconds, costs=costs))
+        return best_plan(layers, costs, shorter) if self.asked == "best" else closed_form(layers, costs)
+
+    def measure_question(self, history: int) -> float:
+        """-> prefill operations that take as long as a question's rows in a layer, behind a history."""
+        blocks = self.pool.num_blocks(history + QUESTION)
+        if blocks > self.pool.available:
+            return 0.0
+        table = self.pool.allocate(blocks)
+        asked = Request([0] * (history + QUESTION), 1, table=table, computed=history)
+        batch = paged.Batch(self.pool, [(asked, QUESTION)])
+        _, operations = measure(self.model, partial(self.engine.runner.compute, batch, 1))
+        self.pool.release(table)
+        return operations
 
     def has_files(self, letters: str) -> bool:
-        return self.storage is not None and self.storage.find(self.plan_key(letters)) is not None
+        return bool(self.storage and self.storage.find(self.plan_key(letters)))
 
     def plan_key(self, letters: str) -> bytes:
+        """-> the key of a value without contents: a directory has blocks by this plan."""
         name = f" {self.pool.block_size} {letters}"
         return hashlib.sha256(self.engine.prefixes.namespace + name.encode()).digest()
 
     def finished(self, request):
         super().finished(request)
-        for store in self.stores[1:]:
-            store.use_stored(request)
         if self.storage:
-            self.storage.write(self.plan_key(self.store.letters), [numpy.zeros(0, numpy.uint8)])
-            self.storage.use([self.plan_key(self.store.letters)])
+            self.storage.write(self.plan_key(self.letters), [numpy.zeros(0, numpy.uint8)])
+            self.storage.use([self.plan_key(self.letters)])
 
-    def find(self, request):
-        """-> the store that reaches furthest (of equals the plan's), and where it has what follows."""
-        found = [(store, store.find(self.missing(request))) for store in self.stores]
-        return max(found, key=lambda item: len(item[1]))
-
-    def seconds(self, start, end, store, places):
-        stored = store.stored(places)
+    def seconds(self, start, end, places):
+        stored = self.store.stored(places)
         # Without the question, which follows in either case
         costs = self.costs(start, end, len(stored) / len(places))._replace(question=0.0)
-        seconds = plan_seconds(store.letters, costs) + self.load_link.seconds(0)
+        seconds = plan_seconds(self.letters, costs) + self.load_link.seconds(0)
         if stored:
             seconds += self.storage.seconds(stored, 0)  # what is queued there
         return seconds
@@ -229,34 +229,33 @@ class PlannedCache(hidden_states.HiddenCache):
         states = tokens * config.hidden_size * self.model.dtype.itemsize
         kv = tokens * config.kv_numbers_per_token * self.model.dtype.itemsize // layers
         compute = self.estimates.seconds_to_compute(start, end) / layers
+        question = self.estimates.computing.seconds(self.question)
         speed = self.load_link.speed()
         if stored:
             speed = min(speed, self.storage.speed() / stored)
-        return LayerCosts(compute, self.seconds_to_project(tokens), states / speed, kv / speed, self.question)
+        return LayerCosts(compute, self.seconds_to_project(tokens), states / speed, kv / speed, question)
 
     # Bringing back
 
     def restore(self, request, restoration, match):
-        store, places = match.blocks
-        stored = len(store.stored(places)) / len(places)
+        stored = len(self.store.stored(match.blocks)) / len(match.blocks)
         costs = self.costs(restoration.start, restoration.end, stored)
         yield from super().restore(request, restoration, match)
-        request.timeline.plan = described(store.letters, costs, match.tokens)
+        request.timeline.plan = described(self.letters, costs, match.tokens)
 
     def order_layer(self, loading, layer):
         """Order K and V straight into the device's blocks, or states as chapter 04 does."""
-        store, blocks = loading.store, loading.blocks
-        if store.letters[layer] == "H":
+        if self.letters[layer] == "H":
             return super().order_layer(loading, layer)
-        table = self.blocks_of(loading.request, loading.start, len(blocks))
-        first = store.layers.index(layer)
-        sides = list(self.kv[layer]), store.parts[first : first + 2]  # [blocks, block size, KVH * hd] each
-        self.copy_layer(loading, layer, *sides, links.Places(table, blocks, apart=True))
+        table = self.blocks_of(loading.request, loading.start, len(loading.blocks))
+        first = self.store.layers.index(layer)
+        device, host = list(self.kv[layer]), self.store.parts[first : first + 2]  # K and V: [blocks, size, width]
+        self.copy_layer(loading, layer, device, host, links.Places(table, loading.blocks, apart=True))
         self.hold("load", [loading.transfers[layer]], (self.pool, table))
 
     def bring_back(self, loading, layer):
         """Bring a layer back in its way; with the first R come all."""
-        letters = loading.store.letters
+        letters = self.letters
         if letters[layer] == "H":
             yield from super().bring_back(loading, layer)
         elif letters[layer] == "K":
@@ -295,37 +294,6 @@ class PlannedCache(hidden_states.HiddenCache):
         for layer in self.store.layers[len(rows) :: 2]:
             rows += self.kv[layer].flatten(1, 2)[:, slots]  # K and V, [rows, KVH * hd] each
         return rows
-
-    # Planning
-
-    def idle(self):
-        super().idle()
-        estimates, best = self.estimates, self.asked == "best"
-        if not estimates.computing.passes:
-            estimates.measure_computing()
-        layers, tokens = len(self.model.layers), min(PLANNED, self.model.config.max_position_embeddings // 2)
-        self.question = estimates.fastest_layer(QUESTION, tokens) or self.question
-        stored = float(self.storage is not None)
-        costs, shorter = (self.costs(0, end, stored) for end in (tokens, min(SHORTER, tokens)))
-        if self.asked in ("best", "paper") and math.isfinite(costs.recompute):
-            letters = best_plan(layers, costs, shorter) if best else closed_form(layers, costs)
-            self.consider(letters, costs)
-
-    def consider(self, letters: str, costs: LayerCosts):
-        """Adopt a plan that two measurements find clearly better: a single one may come at a bad moment."""
-        seconds = partial(plan_seconds, costs=costs)
-        if not self.store.pool.block_of:  # nothing is kept here: the best of the plans that have files
-            plans = filter(self.has_files, divisions(len(letters)))
-            first = min(plans, key=seconds, default=letters)
-            if first != self.store.letters:
-                self.adopt(first)
-        better = seconds(letters) <= BETTER * seconds(self.store.letters)
-        if better and letters != self.store.letters:
-            if letters == self.proposed:
-                self.adopt(letters)
-            else:
-                self.estimates.doubtful = True  # measure again
-        self.proposed = letters
 
 
 def described(letters: str, costs: LayerCosts, tokens: int) -> dict:
@@ -367,7 +335,7 @@ def demo(model, frontend: Frontend, arguments):
         cache = PlannedCache(4 * larger.blocks, speed)
         ways["planned (05)"] = larger.way(cache)
         ways["planned (05)"]()  # it keeps what its plan says
-        costs, letters = cache.costs(0, length), cache.store.letters
+        costs, letters = cache.costs(0, length), cache.letters
         named = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in costs._asdict().items())
         predicted, bound = plan_seconds(letters, costs), bound_seconds(len(letters), costs)
         print(f"A layer, ms: {named}\nPlan {letters}: {1e3 * predicted:.0f} ms predicted, none below "
@@ -405,7 +373,7 @@ def make_engine(model, arguments) -> paged.Engine:
         words = f"--plan has {len(arguments.plan)} letters, and this model {len(model.layers)} layers"
         raise BadRequest(f"{words}; give it one for each.")
     engine = hidden_states.make_engine(model, arguments, partial(PlannedCache, plan=arguments.plan))
-    print(f"Plan: {engine.behind.cache.store.letters}", file=sys.stderr)
+    print(f"Plan: {engine.behind.cache.letters}", file=sys.stderr)
     return engine
 
 

@@ -48,12 +48,12 @@ import torch
 from common import link as links
 from common.cache import Cache, Match
 from common.estimates import Estimates
+from common.link import as_integers
 from common.llama import upload
-from common.places import as_integers
 from common.requests import Request
 from common.restoring import Restorer
 from common.store import StoredChunks
-from shell import charts, lesson, modelled_link
+from shell import charts, hardware, lesson, modelled_link
 from shell.backends import in_directories
 from shell.frontend import Frontend
 from shell.modelled_storage import ModelledStorage
@@ -104,9 +104,9 @@ class BidirectionalCache(Cache):
         host = self.landed = links.host_memory(shape, dtype, device, "The memory for chunks on their way")
         self.arrays, self.load_link = as_integers(host), None  # as NumPy's
         if device.type == "cuda":
-            self.landed, self.load_link = host.to(device), modelled_link.connect("load", engine.clock)
+            self.landed, self.load_link = host.to(device), hardware.connect("load", engine.clock)
         wake = engine.wake.set
-        self.save_link = modelled_link.connect("save", engine.clock, math.inf, wake, background=True)
+        self.save_link = hardware.connect("save", engine.clock, math.inf, wake, background=True)
         self.places = paged.BlockPool(shape[0], CHUNK, host)
         self.pools = {"host": self.places}
         kind = f"kv {self.bits or 'exact'}"
@@ -146,10 +146,6 @@ class BidirectionalCache(Cache):
 
     def seconds_to_load(self, tokens: int) -> float:
         return tokens * self.chunk_bytes / CHUNK / self.storage.speed()
-
-    def probe(self, request, match):
-        """Read the last chunk."""
-        return self.storage.read([match.blocks[-1][1]], [self.arrays[0].copy()], label="probe")
 
     # Loading, from the back
 

@@ -37,14 +37,14 @@ from functools import partial
 from itertools import islice, takewhile
 from threading import Thread
 
-from common import lanes, store
 from common import link as links
+from common import store
 from common.cache import Match
 from common.estimates import Estimates
-from common.places import as_integers
+from common.link import as_integers
 from common.requests import BadRequest, Request
 from common.restoring import Restorer
-from shell import backends, charts, lesson, modelled_link
+from shell import backends, charts, hardware, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -351,7 +351,7 @@ class TieredCache(offload.HostCache):
                 pages, dirty, places = dirty[:fits], dirty[fits:], self.host.allocate(fits)
                 copy = self.copy_out([block_of[page] for page in pages], places)
                 try:
-                    copy.wait(min(offload.LONGEST_SAVE, lanes.HANGING + self.save_link.seconds(0)))
+                    copy.wait(min(offload.LONGEST_SAVE, links.HANGING + self.save_link.seconds(0)))
                     self.in_l2(pages, places)
                     self.counts["pages_written"] += fits
                 except links.TransferError:
@@ -778,7 +778,7 @@ def make_engine(model, arguments) -> paged.Engine:
     if arguments.hicache_io_backend and model.device.type != "cuda":
         raise BadRequest("--hicache-io-backend chooses what copies on a GPU, and here is none: leave it out.")
     cache = TieredCache(
-        pages, modelled_link.bandwidth(model, arguments.link), storage, arguments.prefetch,
+        pages, hardware.bandwidth(model, arguments.link), storage, arguments.prefetch,
         arguments.write_policy, arguments.layout, threshold, tuple(timeout), arguments.hicache_io_backend,
     )  # fmt: skip
     engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(arguments.always_restore)))

@@ -50,7 +50,7 @@ from common import link as links
 from common.llama import Layer, Llama, attention, causal_mask, upload
 from common.requests import Request
 from common.timeline import Clock, Timeline
-from shell import charts, checkpoint, lesson, modelled_link
+from shell import charts, checkpoint, hardware, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged = importlib.import_module("02_paged_kv")
@@ -391,8 +391,8 @@ class HybridRunner:
         self.rows = max(rows, model.config.max_position_embeddings)
         self.pool = paged.BlockPool(sum(plan[1:]), block_size)
         self.clock = Clock(model.device)
-        self.load_link = modelled_link.connect("load", self.clock, bandwidth)
-        self.save_link = modelled_link.connect("save", self.clock, bandwidth)
+        self.load_link = hardware.connect("load", self.clock, bandwidth)
+        self.save_link = hardware.connect("save", self.clock, bandwidth)
         empty = partial(torch.empty, dtype=model.dtype, device=model.device)
         on_host = partial(links.host_memory, dtype=model.dtype, device=model.device, what="The host's blocks")
         config = model.config
@@ -588,8 +588,8 @@ def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
         buffers = 2 * rows // size * (sizes.kv + sizes.act) // layers
         free = 0.8 * torch.cuda.mem_get_info()[0] - buffers
         device = min(device, free) if arguments.device_memory else free
-    bandwidth = modelled_link.bandwidth(model, arguments.link)
-    speed = modelled_link.connect("load", Clock(model.device), bandwidth).speed()
+    bandwidth = hardware.bandwidth(model, arguments.link)
+    speed = hardware.connect("load", Clock(model.device), bandwidth).speed()
     planner = Planner(arguments.policy, Costs(speed, 0.0, 0.0), sizes, layers, blocks, int(device), size)
     requests = max(1, min(arguments.max_running, blocks, PROBE // size))
     tokens = max(1, min(min(PROBE, blocks * size) // requests, model.config.max_position_embeddings) - 8)
@@ -725,7 +725,7 @@ def add_arguments(parser):
     add("--block-size", type=number(1 << 16), metavar="N", default=16, help="tokens per block (16)")
     add("--token-budget", type=number(1 << 20), metavar="N", default=8192, help="tokens per step (8192)")
     add("--max-running", type=number(1 << 12), metavar="N", default=64, help="requests that run at once (64)")
-    modelled_link.add_option(parser)
+    hardware.add_option(parser)
 
 
 def load(name: str, dtype: str = "auto", device: str = "auto"):

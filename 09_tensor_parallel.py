@@ -65,11 +65,11 @@ from common import link as links
 from common import store
 from common.cache import Cache
 from common.estimates import Estimates
+from common.link import as_integers
 from common.llama import Linear
-from common.places import as_integers
 from common.requests import Request, RequestError
 from common.restoring import Restorer
-from shell import backends, charts, checkpoint, end, lesson, modelled_link
+from shell import backends, charts, checkpoint, end, hardware, lesson, modelled_link
 from shell.frontend import Frontend
 from shell.ranks import ALONE, Everywhere, Ranks, join
 
@@ -463,7 +463,7 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     on_host = offload.host_blocks(model, options, kept)
     options.gpu_blocks, on_host = ranks.least([on_device, on_host])
     # 2. A link each, as fast as for a model that is not divided
-    bandwidth = modelled_link.bandwidth(model, arguments.link)
+    bandwidth = hardware.bandwidth(model, arguments.link)
     if whole and arguments.link is None and bandwidth:
         bandwidth = modelled_link.Bandwidth(bandwidth.value * config.num_key_value_heads / whole.kv_heads)
     # 3. The Cache

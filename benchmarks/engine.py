@@ -20,7 +20,7 @@ from benchmarks import measure, planned, tables
 from benchmarks.measure import draw, ratio, spread, ttft
 from benchmarks.planned import offload, paged
 from common.requests import Request
-from shell import lesson, modelled_link
+from shell import hardware, lesson
 
 HISTORIES = {measure.TRAINED: [512, 1024]}  # else 512, 1,024 and 1,984
 QUESTION, DOCUMENT, CROWD = 32, 1024, 30  # tokens, tokens, requests
@@ -29,7 +29,7 @@ QUESTION, DOCUMENT, CROWD = 32, 1024, 30  # tokens, tokens, requests
 def engine_of(model, tokens: int, restoring: bool = True):
     """With room for `tokens`, and twice as much on the host, from where all that is found comes back."""
     blocks = -(-tokens // 16)
-    cache = offload.HostCache(2 * blocks, modelled_link.bandwidth(model)) if restoring else None
+    cache = offload.HostCache(2 * blocks, hardware.bandwidth(model)) if restoring else None
     return planned.engine_of(model, blocks, cache, always=True)
 
 

@@ -25,7 +25,7 @@ from benchmarks import measure, tables
 from benchmarks.measure import modelled, ratio, spread
 from common.requests import Request
 from common.timeline import Clock
-from shell import charts, lesson, modelled_link
+from shell import charts, hardware, lesson, modelled_link
 
 hybrid = importlib.import_module("08_hybrid_blocks")
 FACTORS, BATCHES, CONTEXTS = [1.0, 1.25, 2.0], [16], [128, 384]
@@ -42,7 +42,7 @@ def planner_for(f: float, model, contexts: list[int]):
     planner = hybrid.measure(planner, model, modelled_link.Bandwidth(1e9), contexts)
     even = planner.speed_for(1.0, sum(contexts) / 16)
     bandwidth = modelled(model, 1.0) and modelled_link.Bandwidth(even / f)
-    speed = modelled_link.connect("load", Clock(model.device), bandwidth).speed()
+    speed = hardware.connect("load", Clock(model.device), bandwidth).speed()
     planner = planner._replace(costs=planner.costs._replace(speed=speed))
     for policy in ("act-only", "hybrid", "hybrid"):  # rebuilding some blocks costs more than their share of all
         planner = hybrid.measure(planner._replace(policy=policy), model, bandwidth, contexts)

@@ -31,7 +31,7 @@ from benchmarks.planned import QUESTION, both_ends, engine_of, hidden_states, of
 from benchmarks.tiered import tiers
 from common import store
 from common.requests import Request
-from shell import backends, lesson, modelled_link
+from shell import backends, hardware, lesson
 
 TALKS, TURNS, SAID, ANSWER = 8, 5, (100, 1100), 8  # conversations, turns, tokens at first, of an answer
 DOCUMENTS, LENGTH, ASKS = 8, 800, 32  # documents, tokens of one, questions about all
@@ -50,7 +50,7 @@ class Bench:
     def __init__(self, model):
         self.model, self.rng, self.salts, self.evicting = model, random.Random(0), count(), set()
         self.prompt = partial(draw, self.rng, model)  # (tokens)
-        link = modelled_link.bandwidth(model)
+        link = hardware.bandwidth(model)
         self.bandwidth = link and link.value
 
     def engines(self, device: int, kept: int, folder: str | None = None) -> dict:

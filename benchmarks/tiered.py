@@ -29,7 +29,7 @@ from benchmarks.measure import draw, ratio, spread, ttft
 from benchmarks.planned import engine_of, paged
 from common import store
 from common.requests import Request
-from shell import backends, lesson, modelled_link
+from shell import backends, hardware, lesson, modelled_link
 
 tiers = importlib.import_module("07_tiered_storage")
 TALKS, TURNS, DOCUMENT, QUESTION, ANSWER, PAGE = 6, 2, 1024, 64, 4, 16  # conversations; tokens
@@ -56,7 +56,7 @@ class Bench(ExitStack):
     def cache(self, on_host: int, **options):
         """Host memory for so many tokens, over the default link."""
         behind = store.Storage(backends.open_backend(f"file:{self.folder}/pages", {}), "files")
-        return tiers.TieredCache(-(-on_host // PAGE), modelled_link.bandwidth(self.model), behind, **options)
+        return tiers.TieredCache(-(-on_host // PAGE), hardware.bandwidth(self.model), behind, **options)
 
 
 def forget(engine):

@@ -24,9 +24,9 @@ from benchmarks import planned as behind
 from benchmarks.measure import draw, ratio, spread
 from benchmarks.planned import hidden_states, links_of, offload, paged, planned
 from common.cache import Cache
-from common.places import runs as runs_of
+from common.link import runs as runs_of
 from common.requests import Request
-from shell import cli, lesson, modelled_link
+from shell import cli, hardware, lesson
 
 HiddenCache, PlannedCache = hidden_states.HiddenCache, planned.PlannedCache
 TILE = 128  # rows, for which products are fast
@@ -79,7 +79,7 @@ class Direct(EachStep):
 
 def saving(model, arguments, new: int = 32):
     """The prompts are short: what is decoded is kept."""
-    rng, link = random.Random(0), modelled_link.bandwidth(model)
+    rng, link = random.Random(0), hardware.bandwidth(model)
     kinds = {"two stages": HiddenCache, "each layer": EachLayer, "direct": Direct}
     for running in (1, 4, 16):
         caches = {name: kind(16 * running + 32, link) for name, kind in kinds.items()}

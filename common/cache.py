@@ -8,7 +8,7 @@ import logging
 import time
 from collections import defaultdict, deque
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -22,67 +22,15 @@ class Match:
     """What a Cache holds behind `request.computed`."""
 
     tokens: int  # never a request's last one
-    seconds: float  # until all are there, on an undisturbed machine; `Estimates.pace` corrects it
+    seconds: float  # until all are there, on an undisturbed machine
     blocks: object  # where they are: the Cache's own
     found: dict | None = None  # source, as Request.found calls it -> tokens; by default all from "cpu"
     rows: int = 0  # that it projects or computes in each layer (04, 05); 0: it only copies
     share: float = 1.0  # of each step, that computing them would get (06)
+    trial: bool = False  # refused, and loaded all the same, to learn how fast that is
 
     def __post_init__(self):
         self.found = self.found or {"cpu": self.tokens}
-
-
-@dataclass(eq=False)
-class Restoration:
-    """Tokens `start` to `end` of a request come back. Those from `limit` on are in its blocks, for the first
-    `layers` layers; those before are computed meanwhile, in ordinary steps of up to `portion` tokens.
-
-    In chapters 03 to 05 `limit` is `start`: it has `met`, `portion` says nothing, and the rows behind `end`
-    are next at once, while a pass waits before each layer for that layer's history. Chapter 06 begins with
-    `limit` at `end`, and lowers it until both ends meet."""
-
-    request: Request
-    match: Match
-    deadline: float  # in seconds of time.perf_counter(): nobody waits longer (but GRACE at least)
-    steps: object = None  # the Cache's generator, until it has ended
-    layers: int = 0  # whose history is there
-    awaited: object = None  # the Transfer that the generator yielded last, until that is over
-    passed: list = field(default_factory=list)  # the Transfers before
-    spent: float = 0.0  # seconds of work at it, and of waiting for it
-    portion: int = 0  # tokens before `limit` that the next step may compute
-
-    def __post_init__(self):
-        self.limit = self.start = self.request.computed
-        self.end = self.start + self.match.tokens
-
-    @property
-    def met(self) -> bool:
-        """Whether all before `limit` is computed."""
-        return self.request.computed >= self.limit
-
-    @property
-    def computes(self) -> bool:
-        """Whether its request computes some of these tokens: no step waits for it then."""
-        return not self.met and self.portion > 0
-
-    @property
-    def next(self) -> int:
-        """The first token that the next step computes."""
-        return max(self.end, self.request.computed) if self.met else self.request.computed
-
-    @property
-    def reach(self) -> int:
-        """The token up to which the next step may compute."""
-        return len(self.request.tokens) if self.met else min(self.limit, self.next + self.portion)
-
-    def has(self, layers: int) -> bool:
-        """Whether the next rows have all the history that they need in so many layers."""
-        return self.met and self.layers >= layers
-
-    @property
-    def whole(self) -> bool:
-        """Whether all tokens up to `end` are in the blocks."""
-        return self.request.computed >= self.end
 
 
 class Cache:
@@ -91,7 +39,7 @@ class Cache:
 
     # The five verbs that every cache needs, in the order of their use
     def attach(self, engine: Line):
-        """Begin."""
+        """Begin, before the first request: measure how fast it loads."""
         self.engine, self.model, self.pool = engine, engine.model, engine.pool
         self.under_way = defaultdict(deque)  # lane -> (transfers, what they read and write, what to do then)
         self.counts = engine.counts  # for /health
@@ -100,7 +48,7 @@ class Cache:
     def match(self, request: Request):
         """-> a Match of what follows `request.computed` (maybe inside a block), or None."""
 
-    def restore(self, request: Request, restoration: Restoration, match: Match):
+    def restore(self, request: Request, restoration: object, match: Match):
         """Bring tokens start to end into `request.table`. A generator: issue copies, yield each Transfer that
         must be over before it goes on (or nothing: resume me later, others may go on), count
         `restoration.layers` up, end by returning. `hold` what a copy reads and writes before the next yield.
@@ -182,9 +130,6 @@ class Cache:
     def finished(self, request: Request):
         """The request is over, cancelled or preempted: forget it."""
 
-    def probe(self, request: Request, match: Match) -> list:
-        """A match is refused, and so shows no speed: begin to load a little of it to nowhere -> Transfers."""
-        return []
-
-    def idle(self):
-        """Nothing runs: measure again how fast it loads."""
+    def agree(self, fact: bool) -> bool:
+        """-> whether a fact that this process alone knows holds on all ranks (09)."""
+        return fact

@@ -1,28 +1,37 @@
-"""The link: copies between device memory and host memory, beside the computation.
+"""Copies between device memory and host memory, beside the computation; and threads that do one thing after
+the other.
 
     link = Link("load", clock)                         # one direction is one lane: first in, first out
     transfer = link.copy(dst, src, "layer 0")          # returns at once, and never raises
-    link.copy(dst, src, "layer 1", Places(to, at))     # blocks: dst[to] = src[at], see places.py
+    link.copy(dst, src, "layer 1", Places(to, at))     # blocks: dst[to] = src[at]
 
-A lane is a stream of a GPU. A copy begins only after everything that was queued to compute when it was
-issued (with `Places(apart=True)`, when their first copy was): so a load cannot overwrite what queued work
-still reads, and a copy out sees what queued work still writes. That is half of the contract; the other half
-is the caller's (`Cache.hold`): no memory of a transfer may be used for anything else before `ready`.
+A copy begins only after everything that was queued to compute when it was issued (with `Places(apart=True)`,
+when their first copy was): so a load cannot overwrite what queued work still reads, and a copy out sees what
+queued work still writes. That is half of the contract; the other half is the caller's (`Cache.hold`): no
+memory of a transfer may be used for anything else before `ready`.
 
-Where there is no GPU, shell/modelled_link.py has a link with the same verbs, and the same contract."""
+A GPU's link is in cuda_link.py. Where there is no GPU, shell/modelled_link.py has a link with the same verbs,
+and the same contract."""
 import math
+import os
+import queue
 import sys
 import threading
 import time
 import weakref
 from collections import deque
+from contextlib import suppress
+from itertools import pairwise
 
+import numpy
 import torch
 
-from common.places import Places, paired, queue_blocks, stream_of_few
+LAST = 8            # samples that say how fast something is
+HANGING = 1.0       # seconds after which a job hangs: its lane is given nothing that somebody waits for
+MEASURED_FROM = 1 << 16     # bytes: a link's smaller transfers do not say how fast it is
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}     # by their bytes
 
-LAST = 8            # passes that say how fast something is
-
+# 1. Transfers -----------------------------------------------------------------------------------------------
 
 class TransferError(Exception):
     """A copy that failed, or that came too late."""
@@ -77,26 +86,6 @@ def cancel(transfers):
         transfer.cancel()
 
 
-class CudaTransfer(Transfer):
-    """Starts and ends with events on the lane's stream. What is queued ends, so `wait` has no limit."""
-
-    @property
-    def ready(self) -> bool:
-        return self.end.query()
-
-    def wait(self, seconds: float | None = None):
-        self.end.synchronize()
-        self.check()
-
-    def queue_wait(self) -> bool:
-        self.check()
-        torch.cuda.current_stream().wait_event(self.end)
-        return True
-
-    def span(self) -> tuple[float, float]:
-        return self.clock.seconds(self.start), self.clock.seconds(self.end)
-
-
 # 2. Lanes ---------------------------------------------------------------------------------------------------
 
 class Speed:
@@ -131,19 +120,13 @@ class Lane:
         self.name = name
         self.on_their_way: deque[Transfer] = deque()
         self.measured = Speed(math.inf)     # bytes/s, of the last transfers
-        self.forgot = -math.inf             # when `measured` was; what was issued before is not noted
-
-    def forget(self):
-        """Forget how fast it was: also what is on its way says nothing."""
-        self.measured.forget()
-        self.forgot = time.perf_counter()
 
     def settle(self) -> int:
         """Drop what is over, note how fast it was, and return the bytes that are on their way."""
         while self.on_their_way and self.on_their_way[0].ready:
             transfer = self.on_their_way.popleft()
             (start, end), counts = transfer.span(), transfer.bytes >= self.measured_from
-            if counts and transfer.error is None and end > start and transfer.issued > self.forgot:
+            if counts and transfer.error is None and end > start:
                 self.measured.note(transfer.bytes, end - start)
         return sum(transfer.bytes for transfer in self.on_their_way if not transfer.cancelled)
 
@@ -157,73 +140,106 @@ class Lane:
         return transfers * self.latency + (self.settle() + size) / self.speed()
 
 
-class Link(Lane):
-    """One direction of a GPU's link."""
+class Worker(Lane):
+    """A thread that does one thing after the other. A hung job ends with the process."""
 
-    measured_from = 1 << 16
-    modelled, hangs = False, False
-
-    def __init__(self, name: str, clock):
+    def __init__(self, name: str, wake=lambda: None, background=False):
+        """`wake` is called when something is over. `background`: nobody waits for what this does."""
         super().__init__(name)
-        self.clock, self.stream = clock, stream_of_few()
-        self.close = weakref.finalize(self, self.stream.synchronize)    # nothing is on its way then
-        self.backend = None         # "direct" (the copy engine) or "kernel"; None: by the rule of places.py
+        self.wake, self.jobs, self.closed = wake, queue.SimpleQueue(), threading.Event()
+        self.began = [math.inf]             # when what it does now did; infinite while it does nothing
+        arguments = self.jobs, self.closed, self.began, wake, background   # not the lane: it may be forgotten
+        self.thread = threading.Thread(target=work, args=arguments, daemon=True)
+        self.close = weakref.finalize(self, end, self.jobs, self.closed, self.thread)
 
-    def copy(self, dst, src, label: str, places: Places | None = None) -> Transfer:
-        """Copy a tensor, or each of a list, to one like it; with `places`, src[at] to dst[to] of each."""
-        dst, src = as_lists(dst, src)
-        transfer = CudaTransfer(self.name, label, sum(to.nbytes for to in shown(dst, places)))
-        transfer.clock = self.clock
-        transfer.host = [side for side in (*dst, *src) if not side.is_cuda]     # no kernel keeps it
-        before = self.on_their_way[-1] if self.on_their_way else None
-        if not (places and places.ordered):
-            self.stream.wait_stream(torch.cuda.current_stream())    # behind what is queued to compute now
-        with torch.cuda.stream(self.stream):
-            transfer.start = self.clock.mark() if before is None or before.ready else before.end
-            try:
-                for to, out_of in paired(dst, src, places):
-                    (to if to.is_cuda else out_of).record_stream(self.stream)
-                    if places:
-                        queue_blocks(to, out_of, places, self.backend)
-                    else:
-                        to.copy_(out_of, non_blocking=True)
-            except (RuntimeError, ValueError) as refused:
-                transfer.error = refused
-            transfer.end = self.clock.mark()
-        if places:
-            places.ordered = places.apart
+    def submit(self, label: str, size: int, function, *arguments, model=None) -> Transfer:
+        """Call function(*arguments) on the thread, and return a Transfer of `size` bytes that gets its value.
+        `model`: when it says that what was begun at a time has arrived; until then the thread sleeps."""
+        transfer = Transfer(self.name, label, size)
         self.on_their_way.append(transfer)
+        self.jobs.put((transfer, model, function, arguments))
+        if self.thread.ident is None:
+            self.thread.start()
         self.settle()
         return transfer
 
-    def landing(self, shape, dtype) -> torch.Tensor:
-        """Allocate device memory to copy to. It is the lane's: no copy to it waits for what computes."""
-        with torch.cuda.stream(self.stream):
-            made = torch.empty(shape, dtype=dtype, device=self.clock.device)
-        made.record_stream(torch.cuda.current_stream())     # which will read it
-        return made
+    @property
+    def hangs(self) -> bool:
+        return time.perf_counter() - self.began[0] > HANGING
 
-    def probe(self, size: int) -> Transfer:
-        """Copy about so many bytes, enough to be noted and 1 MiB at most, from nowhere to nowhere."""
-        size, device = min(max(size, self.measured_from), 1 << 20), self.clock.device
-        host, there = host_memory(size, torch.uint8, device, "A probe"), self.landing(size, torch.uint8)
-        return self.copy(*((host, there) if self.name == "save" else (there, host)), "probe")
 
-    def measure(self, interrupt=lambda: None) -> float:
-        """Forget what was noted, measure again, and return bytes/s. `interrupt` may raise."""
-        self.forget()
-        device = torch.zeros(1 << 26, dtype=torch.uint8, device=self.clock.device)
-        host = host_memory(device.shape, torch.uint8, self.clock.device, "The buffer of a measurement")
-        sides = (host, device) if self.name == "save" else (device, host)
-        for size in 1, 1, len(host), len(host):     # the first of each is slower
-            began = time.perf_counter()
-            self.copy(*(side[:size] for side in sides), "measurement").wait()
-            self.latency = time.perf_counter() - began if size == 1 else self.latency
-        self.settle()
-        return self.measured.value
+def work(jobs: queue.SimpleQueue, closed: threading.Event, began: list, wake, background: bool):
+    """Do what a lane is given: its thread."""
+    if background:      # take the processor only from who is idle, where threads have a priority of their own
+        with suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    free = 0.0          # when the lane is free, in the model
+    while (job := jobs.get()) is not None:
+        transfer, model, function, arguments = job
+        start, error = max(transfer.issued, free), TransferError("cancelled")
+        if not transfer.cancelled:
+            transfer.start, began[0] = start, time.perf_counter()
+            try:
+                transfer.value, error = function(*arguments), None
+            except Exception as raised:
+                error = raised
+            began[0], free = math.inf, time.perf_counter()
+            if model and error is None:         # no model is faster than this memory
+                free = max(free, model(start))
+                closed.wait(max(0.0, free - time.perf_counter()))
+        transfer.finish(start, max(start, free), error)
+        transfer = function = arguments = model = job = error = None    # and what they hold
+        wake()
 
-    def __str__(self):
-        return f"link, {self.speed() / 1e9:.1f} GB/s"
+
+def end(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread):
+    """End a lane's thread: none may be inside PyTorch when the interpreter goes. What is modelled arrives."""
+    closed.set()
+    jobs.put(None)
+    if thread.ident is not None and thread is not threading.current_thread():
+        thread.join(HANGING)
+
+
+# 3. Blocks --------------------------------------------------------------------------------------------------
+
+class Places:
+    """Which blocks of two memories belong together: block to[i] of one is copied from block at[i]."""
+
+    def __init__(self, to, at, apart=False):
+        """`apart`: what is queued to compute after the first copy touches no block until that block's own
+        copy has arrived; so it is enough, on one lane, that the first copy waits for what computes."""
+        self.to, self.at, self.apart, self.ordered = to, at, apart, False
+        self.runs, self.sides = runs(to, at), None  # `sides`: for a GPU (cuda_link.py)
+
+
+def runs(to, at) -> list[tuple[int, int, int]]:
+    """-> (to, at, count) of the blocks that are adjacent on both sides. Raises ValueError."""
+    to, at = numpy.asarray(to), numpy.asarray(at)
+    breaks = numpy.flatnonzero((numpy.diff(to) != 1) | (numpy.diff(at) != 1)) + 1
+    edges = [0, *breaks.tolist(), len(to)]
+    return [(int(to[first]), int(at[first]), end - first) for first, end in pairwise(edges) if end > first]
+
+
+def paired(dst: list[torch.Tensor], src: list[torch.Tensor], places: Places | None):
+    """Pair tensors of the same dtype and shape; with `places`, of any number of blocks. Raises ValueError."""
+    first = 1 if places else 0
+    sides = [[(piece.shape[first:], piece.dtype) for piece in side] for side in (dst, src)]
+    if sides[0] != sides[1]:
+        raise ValueError("the two sides differ in shape or dtype")
+    return zip(dst, src)
+
+
+def move(dst: list[torch.Tensor], src: list[torch.Tensor], places: Places | None):
+    """Copy in ordinary memory with one core: NumPy takes no other, where torch would take all of them."""
+    for pair in paired(dst, src, places):
+        to, out_of = map(as_integers, pair)
+        for first, at, count in places.runs if places else [(0, 0, len(to))]:
+            numpy.copyto(to[first : first + count], out_of[at : at + count])
+
+
+def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
+    """Return the same memory for NumPy, which knows no bfloat16."""
+    return tensor.view(INTEGERS[tensor.itemsize]).numpy()
 
 
 def as_lists(*sides) -> list[list[torch.Tensor]]:

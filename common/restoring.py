@@ -4,14 +4,70 @@
 what was to come back is computed. (What raises before it has begun ends its request: `Line.contain`.)"""
 
 import time
+from dataclasses import dataclass, field
 
 import torch
 
-from common.cache import Cache, Match, Restoration
+from common.cache import Cache, Match
 from common.link import TransferError
 from common.requests import Interrupted, Line, Request
 
 GRACE = 0.05  # seconds that a restoration may be late in any case: a busy host is no failure
+FEW = 8  # a pass with at most an eighth as many rows as come back does little beside the copies
+END = object()  # a generator's end
+
+
+@dataclass(eq=False)
+class Restoration:
+    """Tokens `start` to `end` of a request come back. Those from `limit` on are in its blocks, for the first
+    `layers` layers; those before are computed meanwhile, in ordinary steps of up to `portion` tokens.
+
+    In chapters 03 to 05 `limit` is `start`: it has `met`, `portion` says nothing, and the rows behind `end`
+    are next at once, while a pass waits before each layer for that layer's history. Chapter 06 begins with
+    `limit` at `end`, and lowers it until both ends meet."""
+
+    request: Request
+    match: Match
+    deadline: float  # in seconds of time.perf_counter(): nobody waits longer
+    grace: float = GRACE  # seconds that each copy may take, also after the deadline
+    steps: object = None  # the Cache's generator, until it has ended
+    layers: int = 0  # whose history is there
+    awaited: object = None  # the Transfer that the generator yielded last, until that is over
+    passed: list = field(default_factory=list)  # the Transfers before
+    portion: int = 0  # tokens before `limit` that the next step may compute
+
+    def __post_init__(self):
+        self.limit = self.start = self.request.computed
+        self.end = self.start + self.match.tokens
+
+    @property
+    def met(self) -> bool:
+        """Whether all before `limit` is computed."""
+        return self.request.computed >= self.limit
+
+    @property
+    def computes(self) -> bool:
+        """Whether its request computes some of these tokens: no step waits for it then."""
+        return not self.met and self.portion > 0
+
+    @property
+    def next(self) -> int:
+        """The first token that the next step computes."""
+        return max(self.end, self.request.computed) if self.met else self.request.computed
+
+    @property
+    def reach(self) -> int:
+        """The token up to which the next step may compute."""
+        return len(self.request.tokens) if self.met else min(self.limit, self.next + self.portion)
+
+    def has(self, layers: int) -> bool:
+        """Whether the next rows have all the history that they need in so many layers."""
+        return self.met and self.layers >= layers
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens up to `end` are in the blocks."""
+        return self.request.computed >= self.end
 
 
 class Restorer:
@@ -21,6 +77,7 @@ class Restorer:
         """`estimates`: of what pays (common/estimates.py)."""
         self.cache, self.estimates = cache, estimates
         self.waited = []  # (start, end) marks of what the pass under way has waited for
+        self.threads = torch.get_num_threads()
 
     # What the engine calls, in the order of a step
 
@@ -35,9 +92,6 @@ class Restorer:
     @property
     def busy(self) -> bool:
         return any(self.cache.under_way.values())
-
-    def idle(self) -> float | None:
-        return self.estimates.idle()
 
     def submitted(self, request: Request):
         """The request stands in line, maybe again: have the Cache bring nearer what it needs."""
@@ -59,8 +113,9 @@ class Restorer:
         """Begin to bring back what the Cache has, if that pays: the first copies are issued here."""
         match = None if request.must_compute else self.cache.match(request)
         if match and (most := self.decide(request, match)):
-            deadline = time.perf_counter() + max(most, match.seconds + GRACE)
-            request.restoration = restoration = Restoration(request, match, deadline)
+            grace = 0.0 if match.trial else GRACE
+            deadline = time.perf_counter() + (most if match.trial else max(most, match.seconds + GRACE))
+            request.restoration = restoration = Restoration(request, match, deadline, grace)
             restoration.steps = self.cache.restore(request, restoration, match)  # which runs nothing yet
             self.advance(request, 1, wait=False)
 
@@ -98,20 +153,35 @@ class Restorer:
         Interrupted if other rows are next by now, or if a request has come that can compute meanwhile."""
         if index == 0:
             self.waited = []
-        for request, _ in batch.work:
-            if request.restoration:
-                before = request.next
-                self.advance(request, index + 1, wait=True)
-                if request.next != before or request not in self.engine.running:
-                    raise Interrupted
+            torch.set_num_threads(max(1, self.threads - self.leaves_a_core(batch)))
+        try:
+            for request, _ in batch.work:
+                if request.restoration:
+                    before = request.next
+                    self.advance(request, index + 1, wait=True)
+                    if request.next != before or request not in self.engine.running:
+                        raise Interrupted
+        except Interrupted:
+            torch.set_num_threads(self.threads)
+            raise
         self.cache.save_layer(index, hidden, batch)
+
+    def leaves_a_core(self, batch: object) -> bool:
+        """-> whether a core is left to the thread that copies: in a pass that waits for copies alone, and has
+        few rows. PyTorch's threads spin after each product, and a product of all cores would wait until the
+        copying thread leaves one."""
+        matches = [request.restoration.match for request, _ in batch.work if request.restoration]
+        rows = sum(count for _, count in batch.work)
+        return any(not match.rows and FEW * rows <= match.tokens for match in matches)
 
     def after_pass(self, batch: object, began: float, ended: float) -> list[tuple[float, float]]:
         """Let the Cache keep what a pass has computed -> the spans in which it waited."""
-        self.estimates.learn(batch.work, ended - began)
+        torch.set_num_threads(self.threads)
+        waited = [tuple(map(self.engine.clock.seconds, marks)) for marks in self.waited]
+        self.estimates.learn(batch.work, ended - began - sum(end - start for start, end in waited))
         with self.engine.contain():  # what could not be kept is computed again
             self.cache.save(batch)
-        return [tuple(map(self.engine.clock.seconds, marks)) for marks in self.waited]
+        return waited
 
     def finished(self, request: Request):
         if request.restoration:
@@ -125,84 +195,60 @@ class Restorer:
 
     def decide(self, request: Request, match: Match) -> float:
         """Decide whether to load what was offered, and have the request say why -> the seconds that it may
-        take, or 0. What is refused shows no speed, so a little of it is loaded to nowhere."""
+        take, or 0."""
         most, words = self.estimates.weigh(request, match)
         request.decisions.append(words)
         self.engine.tell("restore", [request], match.tokens, words=words)
-        if not most:
-            self.engine.counts["declined"] += 1
-            if not self.cache.under_way[lane := f"probe {[*match.found]}"]:
-                self.cache.hold(lane, self.cache.probe(request, match))
+        self.engine.counts["declined"] += not most
         return most
 
     def advance(self, request: Request, layers: int, wait: bool):
-        """Go on until so many layers are there, or until a copy is awaited that has not arrived. If anything
-        raises (a copy that failed or is late, a Cache that ends early), the rest is computed."""
-        restoration, began = request.restoration, time.perf_counter()
+        """Run the Cache's generator until so many layers are there, or until it awaits a copy that has not
+        arrived. In a pass (`wait`) wait for that copy, unless the request computes meanwhile.
+
+        If anything raises (a copy that failed or is late, a Cache that ends early), the rest is computed.
+        Raises Interrupted, in a pass, if a request comes."""
+        restoration = request.restoration
         try:
-            going = True
-            while going and restoration.steps and not restoration.has(layers):
-                going = self.arrived(restoration, wait) and self.go_on(restoration, wait)
+            while restoration.steps and not restoration.has(layers):
+                if restoration.awaited and not self.arrived(restoration, wait):
+                    break
+                restoration.awaited = next(restoration.steps, END)
+                if restoration.awaited is END:
+                    restoration.steps = restoration.awaited = None
+                    if restoration.layers < self.depth:
+                        raise TransferError("the cache gave up")
+                elif restoration.awaited is None:  # it has computed a portion: others may be next
+                    if not wait or restoration.computes:
+                        break
+                    self.engine.interrupt()
         except Interrupted:
             raise
         except Exception as error:
             self.give_up(restoration, error)
         finally:
-            restoration.spent += time.perf_counter() - began
             if restoration.has(self.depth):  # over what has arrived
                 request.computed = restoration.next
 
-    def go_on(self, restoration: Restoration, wait: bool) -> bool:
-        """Run the Cache's generator to its next yield -> whether to go on at once. A bare yield means that it
-        has computed a portion: between two steps let others run; in a pass stop if a request has come."""
-        try:
-            restoration.awaited = next(restoration.steps)
-        except StopIteration:
-            restoration.steps = None
-            if restoration.layers < self.depth:
-                raise TransferError("the cache gave up") from None
-            return False
-        if restoration.awaited is not None:
-            return True
-        if not wait or restoration.computes:
-            return False
-        self.engine.interrupt()
-        return True
-
     def arrived(self, restoration: Restoration, wait: bool) -> bool:
-        """-> whether the awaited copy is over. In a pass (`wait`) make that so first, but for a request that
-        computes meanwhile. Raises TransferError if it has failed or is late."""
-        if (transfer := restoration.awaited) is None:
-            return True
+        """-> whether the awaited copy is over; in a pass (`wait`) order it before what is computed next (on a
+        GPU), or wait on the host until it is. Raises TransferError if it has failed or is late."""
+        engine, transfer, began = self.engine, restoration.awaited, self.engine.clock.mark()
         if not transfer.ready:
             if restoration.computes:
                 return False
-            if not wait:
-                self.seconds_left(restoration)
-                return False
-            self.wait_for(restoration)
+            while not (wait and transfer.queue_wait() or transfer.ready):
+                left = max(restoration.deadline, transfer.issued + restoration.grace) - time.perf_counter()
+                if left < 0:
+                    raise TransferError(f"{transfer.label} is late")
+                if not wait:
+                    return False
+                engine.interrupt()
+                engine.sleep(left)
+            self.waited.append((began, engine.clock.mark()))
         transfer.check()
         restoration.passed.append(transfer)
-        restoration.awaited = None
         return True
-
-    def wait_for(self, restoration: Restoration):
-        """Order the awaited transfer before what is computed next (on a GPU), or wait on the host until it is
-        over. Raises TransferError if it is late, and Interrupted if a request comes meanwhile."""
-        engine, transfer, began = self.engine, restoration.awaited, self.engine.clock.mark()
-        while not (transfer.queue_wait() or transfer.ready):
-            left = self.seconds_left(restoration)
-            engine.interrupt()
-            engine.sleep(left)
-        self.waited.append((began, engine.clock.mark()))
-
-    def seconds_left(self, restoration: Restoration) -> float:
-        """-> until the awaited transfer is late. Raises TransferError if it is."""
-        transfer = restoration.awaited
-        left = max(restoration.deadline, transfer.issued + GRACE) - time.perf_counter()
-        if left < 0:
-            raise TransferError(f"{transfer.label} is late")
-        return left
 
     def give_up(self, restoration: Restoration, error: Exception):
         """Requeue the request, to be computed in other blocks: a copy that failed or is late may still write
@@ -211,7 +257,6 @@ class Restorer:
         self.stop(restoration)
         request.decisions.append(f"{error}: computed")
         self.engine.counts["failed_restorations"] += 1
-        self.estimates.doubtful = True
         if restoration.layers < self.depth:
             request.must_compute = True
             self.engine.requeue(request)
@@ -220,7 +265,6 @@ class Restorer:
         """Take the restoration from the request, however it ended. The Cache holds what is under way."""
         restoration, request.restoration = request.restoration, None
         self.stop(restoration)
-        self.estimates.learn_pace(restoration)
         restored = restoration.end - restoration.limit  # of these tokens those that were not computed
         if restoration.whole and restored:
             self.engine.counts["restored_tokens"] += restored

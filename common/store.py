@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy
 
-from common.lanes import Worker
-from common.link import Speed, Transfer
+from common.link import Speed, Transfer, Worker
 
 BACKLOG = 256  # jobs that wait for a storage's writer; further ones are not kept there
 
@@ -144,7 +143,7 @@ class Storage:
         """Read so many bytes of nobody's, to know how fast that is."""
         key, contents = hashlib.sha256(b"measure %d" % size).digest(), numpy.arange(size).astype(numpy.uint8)
         self.reader.submit("measure", 0, self.noting, self.write, [key], [contents])
-        self.reader.forget()
+        self.reader.measured.forget()
         return self.get([key], [contents], "measure")
 
     @property

@@ -8,7 +8,7 @@ from functools import partial
 
 from common import link as links
 from common.cache import Cache, Match
-from shell import modelled_link
+from shell import hardware
 
 paged = importlib.import_module("02_paged_kv")
 
@@ -21,8 +21,8 @@ class MyCache(Cache):
     def attach(self, engine):
         super().attach(engine)
         memory, wake = self.pool.memory, engine.wake.set  # [L, 2, blocks, block_size, KVH, hd]
-        self.load_link = modelled_link.connect("load", engine.clock, self.bandwidth, wake)
-        self.save_link = modelled_link.connect("save", engine.clock, self.bandwidth, wake)
+        self.load_link = hardware.connect("load", engine.clock, self.bandwidth, wake)
+        self.save_link = hardware.connect("save", engine.clock, self.bandwidth, wake)
         shape = *memory.shape[:2], self.blocks, *memory.shape[3:]
         host = links.host_memory(shape, memory.dtype, memory.device, "My cache")
         self.host = paged.BlockPool(self.blocks, self.pool.block_size, host)

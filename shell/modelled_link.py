@@ -1,4 +1,4 @@
-"""The link of a machine without a GPU: `--link`, and how fast it is by default.
+"""The link of a machine without a GPU, and how fast it is by default.
 
 Both memories are ordinary memory, and the link is a model, of one that takes each piece by itself: a thread
 copies at once, and then sleeps until bandwidth and pieces say that the copy has arrived, so what is computed
@@ -9,12 +9,9 @@ from functools import partial
 
 import torch
 
-from common.estimates import ROWS, fastest_layer
-from common.lanes import Worker
-from common.link import Link, Transfer, as_lists, shown
-from common.places import move
+from common.estimates import machine_of
+from common.link import MEASURED_FROM, Transfer, Worker, as_lists, move, shown
 from shell import cli
-from shell.checkpoint import ModelError
 
 # Seconds to project hidden states of Llama-2-7B on an A100, over seconds to move them: even at 24 GB/s
 # (HCache, EuroSys '25, section 6.1), and the link has 32
@@ -23,17 +20,11 @@ LATENCY = 10e-6     # seconds, of a transfer
 PIECE = 1e-6        # of each of its pieces; batched, 4 to 8 KiB take 0.6 to 1.6 us (H100; vLLM, PR 42212)
 
 
-def add_option(parser):
-    words = "without a GPU, the modelled link's speed; auto (default): what an A100's would be here"
-    parser.add_argument("--link", type=speed, default="auto", metavar="GB/S", help=words)
-
-
 class ModelledLink(Worker):
     """One direction of a link, with the verbs of `Link`."""
 
-    measured_from, modelled, latency = Link.measured_from, True, LATENCY
+    measured_from, modelled, latency = MEASURED_FROM, True, LATENCY
     backend = None              # there is one way to copy
-    probe = Link.probe
 
     def __init__(self, name: str, clock, bandwidth, wake=lambda: None, background=False):
         """`bandwidth` in bytes/s, or a Bandwidth."""
@@ -56,10 +47,6 @@ class ModelledLink(Worker):
         self.settle()
         return self.measured.value if self.measured.passes else self.bandwidth.value
 
-    def measure(self, interrupt=lambda: None) -> float:
-        self.forget()
-        return self.bandwidth.measure(interrupt)
-
     def __str__(self):
         return str(self.bandwidth)
 
@@ -79,67 +66,25 @@ class Bandwidth:
         pieces = sum(count_pieces(value.shape, value.strides, run=value.itemsize) for value in values)
         return partial(self.arrival, size=sum(value.nbytes for value in values), pieces=pieces)
 
-    def measure(self, interrupt=lambda: None) -> float:
-        return self.value
-
     def __str__(self):
         return f"modelled link, {self.value / 1e9:.3g} GB/s"
 
 
-def connect(name: str, clock, bandwidth=None, wake=lambda: None, background=False) -> Link | ModelledLink:
-    """-> one direction of the link: the GPU's; where there is none, one of so many bytes/s."""
-    if clock.device.type == "cuda":
-        return Link(name, clock)
-    return ModelledLink(name, clock, bandwidth, wake, background)
-
-
-def bandwidth(model, asked: Bandwidth | None = None) -> Bandwidth | None:
-    """Return the modelled link's; None with CUDA, where the link is real. Raises ModelError."""
-    if model.device.type != "cuda":
-        return asked or LikeA100(model)
-    if asked:
-        raise ModelError("--link models a link on machines without a GPU, and here is one; leave it out.")
-
-
 class LikeA100(Bandwidth):
     """As slow for this processor as PCIe 4 is for an A100: restoring a layer from hidden states takes,
-    against their transfer, what it takes for Llama-2-7B there. Like hardware it stays as it is; only a
-    measurement that finds the processor faster raises it."""
+    against their transfer, what it takes for Llama-2-7B there. That is measured once, beside prefill; and a
+    prefill that is faster than all before raises the bandwidth with it."""
 
     def __init__(self, model):
-        super().__init__(0.0)
-        self.model, self.tokens = model, min(ROWS, model.config.max_position_embeddings)
-        self.states = self.tokens * model.config.hidden_size * model.dtype.itemsize     # bytes of a layer
-        self.measure()
+        self.machine = machine_of(model)
+        self.row_bytes = model.config.hidden_size * model.dtype.itemsize    # of a layer's hidden states
 
-    def measure(self, interrupt=lambda: None) -> float:
-        seconds = time_projecting(self.model, self.tokens, interrupt)
-        self.value = max(self.value, A100 * self.states / seconds)
-        return self.value
+    @property
+    def value(self) -> float:
+        return A100 * self.row_bytes * self.machine.fastest / self.machine.projecting
 
     def __str__(self):
         return f"{super().__str__()}, as for an A100: restoring a layer takes {A100:.2f} times its transfer"
-
-
-@torch.inference_mode()
-def time_projecting(model, tokens: int, interrupt=lambda: None) -> float:
-    """-> seconds to bring a layer of so many tokens back from hidden states: to project them, and to write
-    K and V to the slots of a table. All layers in order, as a restoration does it: none is in a cache yet."""
-    config, device = model.config, model.device
-    hidden = torch.randn(tokens, config.hidden_size, device=device).to(model.dtype)  # [T, D]
-    rotation = model.rotary(torch.arange(tokens, device=device))  # [T, 1, hd] each
-    slots = torch.randperm(tokens, device=device)  # [T]
-    shape = 2, tokens, config.num_key_value_heads, config.head_dim
-    keys, values = torch.empty(shape, dtype=model.dtype, device=device)  # [T, KVH, hd] each
-
-    def run(lap):
-        for layer in model.layers:
-            lap()
-            k, v = layer.project_kv(hidden, rotation)
-            keys.index_copy_(0, slots, k)
-            values.index_copy_(0, slots, v)
-
-    return fastest_layer(run, device, interrupt)
 
 
 def speed(string: str) -> Bandwidth | None:

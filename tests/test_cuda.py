@@ -16,7 +16,7 @@ from common.pieces import Pieces
 from common.requests import HungUp, Interrupted, Request
 from common.restoring import Restorer
 from common.timeline import Clock
-from shell import modelled_link
+from shell import hardware
 from shell.ranks import Ranks
 from tests.support import engines, streams, traffic, unordered
 from tests.support.engines import ask, ask_and_evict, check_pools, draw, evict, settle, tiered, tiny_model
@@ -80,9 +80,9 @@ def make(cache: str, blocks: int = 40, size: int = 16, **options):
 def test_the_link_is_real_and_its_host_side_is_pinned(gpu):
     engine = make("host")
     assert not engine.behind.cache.load_link.modelled and engine.behind.cache.host.memory.is_pinned()
-    assert modelled_link.bandwidth(engine.model) is None
+    assert hardware.bandwidth(engine.model) is None
     with pytest.raises(ValueError, match="leave it out"):
-        modelled_link.bandwidth(engine.model, 1.0)
+        hardware.bandwidth(engine.model, 1.0)
     assert engine.behind.cache.load_link.measure() > 1e8
     assert str(engine.behind.cache.load_link).startswith("link, ")
 

@@ -332,7 +332,7 @@ def test_storage_that_fails_costs_what_it_would_have_kept_and_no_more(fault, mon
             lane.submit("hang", 0, lambda: (begun.wait(), release.wait()))
         begun.wait()
         time.sleep(0.02)
-        monkeypatch.setattr("common.lanes.HANGING", 0.01)
+        monkeypatch.setattr("common.link.HANGING", 0.01)
     for prompt in (PROMPT + [3], draw(random.Random(8), 200)):
         request = ask(engine, prompt)
         assert ORACLE.judge(request) == "equal"

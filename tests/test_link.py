@@ -15,11 +15,11 @@ from conftest import ROOT
 from support.engines import tiers, tiny_model
 
 from common import link as links
-from common import places
-from common.lanes import Worker
+from common import link as places
+from common.link import Worker
 from common.link import TransferError
 from common.timeline import Clock
-from shell import modelled_link
+from shell import hardware
 from shell.modelled_link import LATENCY, PIECE, Bandwidth, LikeA100, ModelledLink
 from tests.support.unordered import pageable
 
@@ -131,7 +131,7 @@ def test_back_to_back_transfers_take_the_sum_of_latency_and_bytes_over_bandwidth
 
 
 def test_a_lane_hangs_while_it_works_and_not_while_the_model_has_it_on_its_way(monkeypatch):
-    monkeypatch.setattr("common.lanes.HANGING", 0.0)
+    monkeypatch.setattr("common.link.HANGING", 0.0)
     lane, gate = Worker("storage"), threading.Event()
     transfer = lane.submit("", 10_000, gate.wait, model=lambda start: start + 3600 * HOURS)
     until = time.monotonic() + 30
@@ -275,8 +275,8 @@ def test_what_is_printed_says_that_it_is_modelled_and_how_it_was_calibrated(proj
 
 def test_the_speed_is_measured_unless_one_is_asked_for_and_one_that_cannot_be_is_refused(capsys):
     parser = argparse.ArgumentParser()
-    modelled_link.add_option(parser)
-    auto, asked = (modelled_link.bandwidth(tiny_model(), parser.parse_args(words).link) for words in ([], ["--link=2.5"]))
+    hardware.add_option(parser)
+    auto, asked = (hardware.bandwidth(tiny_model(), parser.parse_args(words).link) for words in ([], ["--link=2.5"]))
     assert isinstance(auto, LikeA100) and 1e5 < auto.value < 1e14 and asked.value == 2.5e9
     for word in "0", "-1", "nan", "inf", "fast", "", "AUTO", "1e7", "1e-10", "1 GB/s":
         with pytest.raises(SystemExit):

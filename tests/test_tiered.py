@@ -253,7 +253,7 @@ def test_what_a_crash_costs(write):
 @pytest.mark.parametrize("fault", ["none", "set", "one", "host"])
 def test_what_leaves_all_tiers_is_counted(write, fault, monkeypatch):
     """Fourteen prompts on tiers that hold three: what is in none at the end, and was to be, was lost."""
-    monkeypatch.setattr("common.lanes.HANGING", 60.0)  # the machine may be busy
+    monkeypatch.setattr("common.link.HANGING", 60.0)  # the machine may be busy
     shelf, rng = Shelf(), random.Random(0)
     with engine_on(shelf, write=write, blocks=24, host=2 if fault == "host" else 30) as engine:
         keep = shelf.set
@@ -321,7 +321,7 @@ def test_what_found_no_room_is_sent_down_when_there_is_though_its_request_is_ove
 
 
 def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counted(monkeypatch):
-    monkeypatch.setattr("common.lanes.HANGING", 0.05)
+    monkeypatch.setattr("common.link.HANGING", 0.05)
     shelf, rng = Shelf(), random.Random(0)
     with engine_on(shelf, write="write_back", blocks=16, host=4) as engine:
         shelf.set = lambda keys, values: shelf.open.wait(60)
@@ -338,7 +338,7 @@ def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counte
 
 
 def test_an_eviction_waits_as_long_as_its_copy_takes_and_one_that_fails_or_is_late_is_lost_and_never_found(monkeypatch):
-    monkeypatch.setattr("common.lanes.HANGING", 0.05)
+    monkeypatch.setattr("common.link.HANGING", 0.05)
     rng = random.Random(0)
     with engine_on(Shelf(), write="write_back", blocks=16, host=32) as engine:
         link, counts = engine.behind.cache.save_link, engine.counts
@@ -720,7 +720,7 @@ def test_engines_of_different_layouts_share_storage(layout):
 
 @pytest.mark.parametrize("verb", ["get", "exists"])
 def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch, verb):
-    monkeypatch.setattr("common.lanes.HANGING", 0.05)
+    monkeypatch.setattr("common.link.HANGING", 0.05)
     with only_stored(200, "timeout", timeout=(1e9, 0.0)) as (engine, shelf, prompt):
         does = getattr(shelf, verb)
         setattr(shelf, verb, lambda keys: shelf.open.wait(60) and does(keys))
@@ -736,7 +736,7 @@ def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch, verb
 @pytest.mark.parametrize("policy", ["wait_complete", "both_ends"])
 @pytest.mark.parametrize("verb", ["get", "exists"])
 def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(verb, policy, monkeypatch):
-    monkeypatch.setattr("common.lanes.HANGING", 1e9)  # it does not hang, it fails
+    monkeypatch.setattr("common.link.HANGING", 1e9)  # it does not hang, it fails
     monkeypatch.setattr(tiers, "AGAIN", 0.0)
     with only_stored(200, policy) as (engine, shelf, prompt):
         does, broken = getattr(shelf, verb), [True]
