@@ -249,7 +249,7 @@ class PlannedCache(hidden_states.HiddenCache):
             return super().order_layer(loading, layer)
         table = self.blocks_of(loading.request, loading.start, len(loading.blocks))
         first = self.store.layers.index(layer)
-        device, host = list(self.kv[layer]), self.store.parts[first : first + 2]  # K and V: [blocks, size, width]
+        device, host = list(self.kv[layer]), self.store.parts[first : first + 2]  # [blocks, size, width] each
         self.copy_layer(loading, layer, device, host, links.Places(table, loading.blocks, apart=True))
         self.hold("load", [loading.transfers[layer]], (self.pool, table))
 

@@ -15,7 +15,7 @@ from support.engines import BANDWIDTH, ORACLE, ask, check_pools, draw, evict, ma
 
 from benchmarks import both_ends, claims, outside, ranks, tiered, variants
 from common import estimates, restoring
-from common.link import Link
+from common.cuda_link import Link
 from common.requests import Unavailable
 from common.timeline import Clock
 from shell import checkpoint

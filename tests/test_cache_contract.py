@@ -215,21 +215,6 @@ def test_what_was_used_last_is_evicted_last_whenever_copies_end(cache):
     assert_equal(first, second, again)
 
 
-def test_an_idle_engine_that_measures_evicts_nothing(cache):
-    engine, rng = make(cache, 24), random.Random(15)
-    for _ in range(5):
-        ask(engine, draw(rng, 100), 2)
-    settle(engine)
-    kept = {name: dict(pool.block_of) for name, pool in engine.pools.items()}
-    if cache != "none":
-        engine.behind.estimates.doubtful = True
-    engine.behind.idle()
-    settle(engine)
-    assert {name: pool.block_of for name, pool in engine.pools.items()} == kept, "measuring evicts nothing"
-    assert engine.pool.free.count(1) < 8, "the test is to leave no room to measure in"
-    check_pools(engine)
-
-
 @pytest.mark.parametrize("faults", [dict(late=0.4, failing=0.1, noisy=6), dict(failing=1.0)])
 def test_copies_that_fail_or_are_late_cost_time_only(cache, faults):
     rng = random.Random(8)

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.attention.bias
 
-from common.link import Link, Places, TransferError
+from common.cuda_link import Link
+from common.link import Places, TransferError
 from common.pieces import Pieces
 from common.requests import HungUp, Interrupted, Request
 from common.restoring import Restorer
@@ -340,25 +341,6 @@ def test_the_host_gathers_no_scattered_blocks(gpu, oracle, cache):
     assert all(judged.judge(request) != "wrong" for request in requests)
     pieces = [size for way, size in gpu.copies if way == "to the device" and size >= 1 << 12]
     assert len(pieces) == (2 * 3 * 18 if cache == "direct" else 0) and "pageable copy" not in gpu.waits
-
-
-@pytest.mark.skipif(REAL, reason="a real device shows no seconds beforehand")
-@pytest.mark.parametrize("gpu", ["early"], indirect=True)
-@pytest.mark.parametrize("cache", ["host", "hidden"])
-def test_a_restoration_that_takes_longer_than_estimated_is_learned_from_its_events(gpu, cache):
-    engine, prompt = make(cache), draw(random.Random(9), 290)
-    for speed in 1e15, 1.0:
-        ask_and_evict(engine, prompt, 1)
-        before = len(engine.behind.estimates.paces)
-        engine.behind.cache.load_link.measured.forget()
-        engine.behind.cache.load_link.measured.note(speed, 1.0)  # bytes a second, believed
-        engine.behind.cache.load_link.latency = 0.0
-        if cache == "hidden":
-            engine.behind.cache.projecting.note(1e15, 1.0)
-        ask(engine, prompt, 1)
-        settle(engine)
-        assert len(engine.behind.estimates.paces) == before + 1
-        assert (engine.behind.estimates.paces[-1] > 1.5) == (speed == 1e15)
 
 
 @pytest.mark.skipif(REAL, reason="a real device shows it sometimes")

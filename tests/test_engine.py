@@ -1,11 +1,9 @@
 """The engine's side of the contract in common/cache.py, with small Caches and Runners made for it."""
 
-import dataclasses
 import importlib
 import os
 import random
 import threading
-import time
 from shell.cli import summary
 from types import SimpleNamespace
 
@@ -14,9 +12,10 @@ import torch
 from support import engines
 from support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, make, paged, submit, tiny_model
 
-from common.cache import Cache, Match, Restoration
+from common.cache import Cache, Match
 from common.link import Transfer, TransferError
-from common.requests import HungUp, Interrupted, Request, RequestError, Unavailable
+from common.requests import Request, RequestError, Unavailable
+from common.restoring import Restoration
 
 
 class RowCache(Cache):
@@ -103,14 +102,6 @@ def test_who_waits_for_its_cache_is_asked_again_while_it_is_patient_and_lets_oth
     assert ORACLE.judge(back) == ORACLE.judge(other) == "equal"
 
 
-def test_a_model_with_a_short_context_is_not_measured_and_keeps_its_blocks(monkeypatch):
-    short = dataclasses.replace(tiny_model().config, max_position_embeddings=96)
-    monkeypatch.setattr(tiny_model(), "config", short)
-    engine = make(engines.offload.HostCache(16, 1e9), 16)
-    engine.behind.estimates.measure_computing()
-    assert engine.pool.free.count(1) == 16 and not engine.behind.estimates.computing.passes
-
-
 # 2. A limit that moves -------------------------------------------------------------------------
 
 def test_who_may_not_compute_below_its_limit_waits_until_the_deadline_only():
@@ -159,23 +150,6 @@ def test_what_fails_between_two_steps_is_computed_without_a_pause():
     engine.wake.wait = lambda seconds=None: woken.append(engine.wake.is_set())
     engines.until_over(engine, request)
     assert "failed (no): computed" in request.decisions[-1] and woken and all(woken)
-
-
-def test_a_wait_that_a_request_interrupts_counts_as_time_that_the_restoration_took():
-    engine, transfers = make(RowCache(deliver=lambda transfer: transfers.append(transfer))), []
-    ask_and_evict(engine, PROMPT)
-    engine.submit(back := Request(PROMPT + [5, 6, 7], 4))
-
-    def sleep(seconds):
-        time.sleep(0.05)
-        engine.submit(other)
-
-    engine.sleep, other = sleep, Request([9, 8, 7], 4)
-    engine.step()
-    assert len(transfers) == 1 and back.restoration.spent >= 0.05
-    for request in back, other:
-        engine.cancel(request, HungUp("gone"))
-    engine.step()
 
 
 class FailingRunner(paged.Runner):
@@ -263,46 +237,20 @@ def test_what_would_arrive_later_than_computed_is_computed_and_the_result_says_s
     assert again(always, PROMPT).found == {"rows": 205}
 
 
-def test_idle_measures_twice_at_the_start_and_once_for_each_doubt(monkeypatch):
-    engine, measured = make(RowCache()), []
-    estimates = engine.behind.estimates
-    assert not estimates.cold and estimates.doubtful, "measured once, before the first request"
-    engine.behind.cache.idle = lambda: measured.append("loading")
-    estimates.measure_computing = lambda: measured.append("computing")
-    estimates.paces.extend(8 * [9.0])
-    assert estimates.idle() is None and measured == ["loading", "computing"], "both"
-    estimates.always = True
-    _, words = estimates.weigh(Request([0, 0], 1), Match(1, 1.0, []))
-    assert "loading 1000.0 ms" in words, "the old pace was of what was believed before"
-    assert estimates.idle() is None and len(measured) == 2, "no doubt: nothing is left to measure"
-    estimates.doubtful = True  # something was declined
-    assert estimates.idle() is None and len(measured) == 4
-
-    def interrupted():
-        raise Interrupted
-
-    estimates.doubtful, estimates.measure_computing = True, interrupted
-    assert estimates.idle() == 0.0 and estimates.doubtful, "somebody has come: as soon as he is gone"
-
-
 # 6. Sleeping -----------------------------------------------------------------------------------
 
-def test_an_engine_without_requests_measures_once_more_and_sleeps_until_somebody_comes():
+def test_an_engine_without_requests_sleeps_until_somebody_comes():
     engine, request, slept = make(RowCache()), Request(PROMPT, 1), []
-    wait, idle = engine.wake.wait, engine.behind.estimates.idle
-    engine.wake.wait = lambda seconds=None: slept.append(seconds)
-    engine.behind.estimates.idle = lambda: 0.25  # in doubt
-    engine.step()
-    assert slept == [0.25], "until it is to measure again"
+    wait = engine.wake.wait
 
     def come(seconds=None):
         slept.append(seconds)
         threading.Timer(0.05, engine.submit, (request,)).start()
         return wait(seconds)
 
-    engine.wake.wait, engine.behind.estimates.idle = come, idle
+    engine.wake.wait = come
     engines.until_over(engine, request)
-    assert slept == [0.25, None] and not engine.behind.estimates.doubtful, "no timeout, and nothing polled"
+    assert slept == [None], "no timeout, and nothing polled"
 
 
 def test_an_engine_that_waits_for_a_copy_sleeps_too():

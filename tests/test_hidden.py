@@ -15,7 +15,7 @@ from support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, evict
 from support.faults import faulty
 
 from common.link import Transfer
-from common.requests import HungUp, Interrupted, Request
+from common.requests import HungUp, Request
 from common.store import Storage, StoredChunks
 from shell import cli
 from shell.backends import in_directories
@@ -48,10 +48,11 @@ def asked(engine, tokens) -> Request:
 def test_rows_behind_the_last_block_that_can_become_full_go_nowhere(first):
     engine, cache = engine_for()
     request, pool = asked(engine, PROMPT), cache.store.pool
-    pieces, kept, slots = cache.store.fill({request: (0, list(range(first)))})
-    blocks = [block for _, block, _ in pieces]
-    assert kept == list(range(144)) and slots == [16 * block + row for block in blocks for row in range(16)]
-    assert cache.store.fill({request: (first, list(range(150 - first)))}) == ([], [], [])
+    pieces = cache.store.fill({request: (0, list(range(first)))})
+    blocks = [piece.block for piece in pieces]
+    assert sum((piece.rows for piece in pieces), []) == list(range(144))
+    assert [piece.slots for piece in pieces] == [range(16 * block, 16 * block + 16) for block in blocks]
+    assert cache.store.fill({request: (first, list(range(150 - first)))}) == []
     pool.release(blocks)
     cache.store.finished(request)
     assert pool.available == pool.size and not cache.store.fillings
@@ -184,19 +185,6 @@ def test_estimates_are_the_slower_of_link_and_processor_and_are_learned():
     assert cache.seconds_to_project(10) == 2.0 and len(cache.projecting.passes) == 2, "the fastest, of many rows"
 
 
-def test_whoever_comes_ends_a_measurement_which_leaves_what_wakes_the_engine():
-    engine, cache = engine_for()
-    before = list(cache.projecting.passes)
-    engine.submit(Request(PROMPT, 1))
-    with pytest.raises(Interrupted):
-        cache.idle()
-    assert list(cache.projecting.passes) == before and engine.pool.available == engine.pool.size
-    engine, cache = engine_for()
-    engine.wake.set()  # a job between two steps, which ends none
-    cache.idle()
-    assert engine.wake.is_set()
-
-
 @pytest.mark.parametrize("heads", [1, 4])
 def test_grouped_queries_are_said_at_the_start(heads, capsys):
     parser = cli.parser_for("")
@@ -258,8 +246,7 @@ def test_a_block_that_was_begun_between_two_restorations_is_let_go(budget, compu
     def first_blocks_first(request):
         offered.append(match(request))
         if len(offered) == 1:
-            (store, places) = offered[0].blocks
-            offered[0] = replace(offered[0], tokens=64, blocks=(store, places[:4]), found={"disk": 64})
+            offered[0] = replace(offered[0], tokens=64, blocks=offered[0].blocks[:4], found={"disk": 64})
         return offered[-1]
 
     engine.behind.cache.match = first_blocks_first
@@ -304,7 +291,7 @@ def test_blocks_go_round_the_directories_and_each_is_read_on_its_own(tmp_path, m
     assert [len(list(path.iterdir())) for path in paths] == [18, 16, 16], "25 blocks of two parts"
     engine = restart(storage)
     request = asked(engine, draw(random.Random(3), 400))
-    reads = engine.behind.cache.store.bring(request.chain, engine.behind.cache.match(request).blocks[1])[1]
+    reads = engine.behind.cache.store.bring(request.chain, engine.behind.cache.match(request).blocks)[1]
     assert [len(read) for read in reads.values()] == [3, 3], "a transfer for each part and directory"
     first, *_ = engine.behind.cache.storage.storages
     monkeypatch.setattr(Storage, "behind", property(lambda storage: storage is first))

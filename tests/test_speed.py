@@ -1,4 +1,4 @@
-"""What is believed about the machine: from the fastest passes, whatever else runs beside them."""
+"""What is believed about the machine: measured once, learned from what happens, and tried where it refuses."""
 
 import math
 import random
@@ -9,31 +9,11 @@ import torch
 from support.engines import ask, ask_and_evict, check_pools, draw, evict, make, offload, settle, tiny_model
 
 from common import estimates as module
-from common.cache import Match, Restoration
-from common.estimates import fastest_layer, flops
+from common.cache import Match
+from common.estimates import flops, measure
 from common.link import LAST, Speed
 from common.requests import HungUp, Request
-from shell.modelled_link import Bandwidth
-
-LAYER = 0.01  # seconds, undisturbed
-
-
-class Machine:
-    """A processor and its clock: a layer takes LAYER seconds, and longer where the test says so."""
-
-    def __init__(self, monkeypatch, slowness=lambda layer: 1.0):
-        self.now, self.layers, self.slowness = 0.0, 0, slowness
-        clock = SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.now, sleep=self.sleep)
-        monkeypatch.setattr(module, "time", clock)
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-    def forward(self, lap, depth=3):
-        for _ in range(depth):
-            lap()
-            self.layers += 1
-            self.now += LAYER * self.slowness(self.layers)
+from shell.modelled_link import Bandwidth, LikeA100
 
 
 def test_the_fastest_of_the_last_passes_counts():
@@ -51,187 +31,145 @@ def test_the_fastest_of_the_last_passes_counts():
 
 
 @pytest.mark.parametrize("slowness", [
-    lambda layer: 1.0, lambda layer: 1.0 if layer % 5 == 0 else 3.0, lambda layer: 9.0 if layer < 4 else 1.0,
-    lambda layer: 0.1 if layer == 1 else 1.0,
-], ids=["alone", "beside a busy process", "at first", "the first one touches memory"])  # fmt: skip
-def test_one_undisturbed_layer_is_enough(monkeypatch, slowness):
-    machine = Machine(monkeypatch, slowness)
-    assert fastest_layer(machine.forward, "cpu") == pytest.approx(LAYER)
-    assert machine.layers <= 12, "and it ends soon"
+    lambda call: 1.0, lambda call: 1.0 if call % 5 == 0 else 3.0, lambda call: 9.0 if call < 8 else 1.0,
+    lambda call: 0.1 if call < 2 else 1.0,
+], ids=["alone", "beside a busy process", "at first", "the first ones touch memory"])  # fmt: skip
+def test_one_undisturbed_call_of_each_is_enough_to_measure(monkeypatch, slowness):
+    """A layer takes 6 ms, the work beside it 2; and both longer where the test says so."""
+    now, calls, model = [0.0], [], tiny_model(5)
 
+    def take(seconds):
+        now[0] += seconds * slowness(len(calls))
+        calls.append(seconds)
 
-def test_passes_are_spread_over_a_while_and_somebody_who_comes_ends_them(monkeypatch):
-    machine = Machine(monkeypatch)
-    monkeypatch.setattr(module, "SPREAD", 0.5)
-    fastest_layer(lambda lap: machine.forward(lap, 1), "cpu")
-    assert machine.now >= 0.5, "also those of a model of one layer"
-    with pytest.raises(ZeroDivisionError):
-        fastest_layer(machine.forward, "cpu", lambda: 1 / 0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(thread_time=lambda: now[0], sleep=lambda seconds: None))
+    monkeypatch.setattr(model.layers[0].__class__, "forward", lambda *given: take(0.006))
+    speed, work = measure(model, lambda: take(0.002))
+    rows = min(module.ROWS, model.config.max_position_embeddings)
+    operations = flops(model.config, 0, rows) / len(model.layers)
+    assert speed == pytest.approx(operations / 0.006) and work == pytest.approx(operations / 3)
 
 
 # Load or compute, on a machine that changes ------------------------------------------------------
 
 
 class Changing:
-    """An engine of chapter 03 whose processor and link are as slow as the test says. Computing its 192 tokens
-    takes `computing` undisturbed seconds, and its clock runs only while it is idle."""
+    """An engine of chapter 03 that computes 192 tokens in `computing` seconds and loads them in `loading`, as
+    is believed at first."""
 
-    computing = 1.0
-
-    def __init__(self, monkeypatch, loading: float):
-        self.now, self.busy = 100.0, 1.0  # how many times as long the processor takes
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now, sleep=None))
-        monkeypatch.setattr(module, "fastest_layer", lambda *given: self.busy * self.layer)
-        model = tiny_model()
-        self.layer = self.computing * flops(model.config, 0, 200) / flops(model.config, 0, 192) / 3
-        monkeypatch.setattr(module, "ROWS", 200)
-        self.engine = make(cache := offload.HostCache(64, 1e9), always_restore=False)
-        self.estimates, self.link = self.engine.behind.estimates, cache.load_link
+    def __init__(self, loading: float, computing: float = 1.0):
+        model = tiny_model(6)
+        model.machine = SimpleNamespace(fastest=flops(model.config, 0, 192) / computing, projecting=1e3)
+        self.engine = make(cache := offload.HostCache(64, 1e9), model=model, always_restore=False)
+        self.estimates, self.link, self.auto = self.engine.behind.estimates, cache.load_link, LikeA100(model)
         self.bytes = 12 * cache.host.block_bytes
-        self.link_takes(loading)
-        self.estimates.idle()
+        self.link.bandwidth = Bandwidth(self.bytes / loading)
 
-    def link_takes(self, seconds: float):
-        self.link.bandwidth = Bandwidth(self.bytes / seconds)
+    def prefill(self, seconds: float, rows: int = 192):
+        self.estimates.learn([(Request([0] * 192, 1, computed=192), rows)], seconds)
 
-    def load(self, seconds: float):
-        """A restoration took so long, its three layers over the link as well."""
-        for _ in range(3):
-            self.link.measured.note(self.bytes / 3, seconds / 3)
-
-    def prefill(self, seconds: float):
-        self.estimates.learn([(Request([0] * 192, 1, computed=192), 192)], seconds)
+    def match(self) -> Match:
+        return Match(192, self.link.seconds(self.bytes), [])
 
     def loads(self) -> bool:
-        return self.engine.behind.decide(Request([0] * 193, 1), Match(192, self.link.seconds(self.bytes), []))
-
-    def rest(self):
-        """Five idle seconds."""
-        for _ in range(6):
-            self.estimates.idle()
-            self.now += 1.0
+        match = self.match()
+        return bool(self.engine.behind.decide(Request([0] * 193, 1), match)) and not match.trial
 
 
-def test_one_bad_sample_decides_nothing(monkeypatch):
-    machine = Changing(monkeypatch, loading=0.5)
-    machine.prefill(0.01 + machine.computing)
+def test_one_bad_sample_decides_nothing():
+    machine = Changing(loading=0.5)
+    machine.prefill(1.01)
     machine.prefill(10.0)
-    machine.load(0.5)
+    machine.link.measured.note(machine.bytes, 0.5)
     machine.link.measured.note(1.0, 10.0)
-    machine.estimates.paces.append(9.0)
     assert machine.loads()
 
 
-def test_a_machine_that_was_busy_from_the_start_is_quiet_and_is_busy_again(monkeypatch):
-    monkeypatch.setattr(Changing, "computing", 3.0)  # as it is measured, and believed
-    machine = Changing(monkeypatch, loading=1.5)
-    machine.rest()
-    assert machine.loads() and not machine.estimates.doubtful
-    machine.busy = 1 / 3
+def test_a_prefill_that_is_faster_than_what_was_measured_at_a_busy_start_is_believed_at_once():
+    machine = Changing(loading=1.5, computing=3.0)
+    assert machine.loads()
+    before = machine.auto.value
     machine.prefill(1.0)
-    machine.rest()
-    assert not machine.loads(), "one prompt has said how fast it is"
-    machine.rest()
-    machine.busy = 1.0
-    assert not machine.loads(), "as believed until now"
-    machine.rest()
+    assert not machine.loads() and machine.auto.value == pytest.approx(3 * before), "the link follows"
+    for _ in range(LAST):
+        machine.prefill(3.0)
+    assert machine.loads() and machine.auto.value == pytest.approx(3 * before), "and never falls"
+
+
+def test_few_rows_count_only_if_they_were_faster_than_believed():
+    """So an engine whose every request is a hit learns of a faster machine, too."""
+    machine = Changing(loading=0.5)
+    few = flops(machine.engine.model.config, 176, 192) / flops(machine.engine.model.config, 0, 192)  # of its seconds
+    for _ in range(LAST):
+        machine.prefill(9.0 * few, rows=16)
     assert machine.loads()
-
-
-def test_a_link_that_is_throttled_for_a_while(monkeypatch):
-    machine = Changing(monkeypatch, loading=0.1)
-    machine.rest()
-    machine.link_takes(2.0)
-    for _ in range(3):
-        machine.load(2.0)
+    machine.prefill(few / 4, rows=16)
     assert not machine.loads()
-    machine.rest()
-    assert not machine.loads(), "it still is"
-    machine.link_takes(0.1)
-    machine.rest()
-    assert machine.loads()
 
 
-def test_the_pace_corrects_every_estimate_until_the_engine_has_measured_again(monkeypatch):
-    machine = Changing(monkeypatch, loading=0.5)
-    machine.rest()
-    for number in range(3):  # twice as long as estimated, alone
-        restoration = Restoration(Request([0] * 193, 1), Match(192, 0.5, []), 0.0, layers=3, spent=1.0)
-        restoration.request.computed = 192
-        machine.engine.running = [restoration.request][number % 2 :]  # none: it ends with its first token
-        machine.estimates.learn_pace(restoration)
-    machine.engine.running = []
-    assert not machine.loads() and machine.estimates.doubtful
-    machine.rest()
-    assert machine.loads()
+def test_of_refusals_in_a_row_each_eighth_is_tried_for_a_tenth_of_computing():
+    machine, request = Changing(loading=5.0), Request([0] * 193, 1)
+    weighed = []
+    for _ in range(17):
+        match = machine.match()
+        most, words = machine.estimates.weigh(request, match)
+        weighed.append((round(most, 6), match.trial, words.split()[-1]))
+    refused, tried = (0.0, False, "computed"), (0.1, True, "tried")
+    assert weighed == 7 * [refused] + [tried] + 7 * [refused] + [tried, refused]
+    assert machine.engine.counts["declined"] == 0
+    machine.estimates.always = True
+    assert machine.estimates.weigh(request, machine.match())[0] == module.PATIENCE
 
 
-@pytest.mark.parametrize("layers, limit, alone", [(2, 0, True), (3, 128, True), (3, 0, False)])
-def test_a_restoration_that_was_not_whole_or_not_alone_says_nothing_about_the_pace(monkeypatch, layers, limit, alone):
-    machine = Changing(monkeypatch, loading=0.5)
-    request, other = Request([0] * 193, 1), Request([0], 1)
-    machine.engine.running = [request] if alone else [other]  # as when it ends with its first token
-    restoration = Restoration(request, Match(192, 0.5, []), 0.0, layers=layers, spent=9.0)
-    restoration.limit, request.computed = limit, 192 if layers == 3 else limit
-    for _ in range(8):  # one alone would decide nothing
-        machine.estimates.learn_pace(restoration)
-    machine.engine.running = []
-    assert machine.loads()
+def test_a_trial_that_is_late_costs_its_tenth_and_no_grace():
+    engine = make(cache := offload.HostCache(64, 1e9), always_restore=False)
+    prompt = draw(random.Random(2), 300)
+    ask_and_evict(engine, prompt, 1)
+    cache.load_link.bandwidth = Bandwidth(1e4)  # minutes
+    cache.load_link.measured.forget()
+    seen, issue = [], cache.restore
+    cache.restore = lambda request, restoration, match: seen.append(restoration) or issue(request, restoration, match)
+    for number in range(8):
+        request = ask(engine, prompt, 1, cache_salt="", offload_after=False)
+        assert request.outcome.source == "miss" and len(seen) == (number == 7)
+        engine.evict("device")
+    compute = engine.behind.estimates.seconds_to_compute(0, 288)
+    (restoration,) = seen
+    assert restoration.grace == 0.0 and restoration.deadline <= request.received + compute
+    assert any("is late: computed" in words for words in request.decisions)
+    cache.close()
 
 
-def test_on_a_gpu_a_pass_takes_its_launches_and_its_operations(monkeypatch):
-    engine, rate = make(offload.HostCache(64, 1e9), token_budget=256), 1e9
-    config, estimates = engine.model.config, engine.behind.estimates
-
-    def seconds(tokens):
-        return 0.01 + flops(config, 0, tokens) / rate
-
-    def layer(run, *_):
-        ((request, rows),) = run.args[0]
-        return seconds(rows) / 3
-
-    monkeypatch.setattr(module, "fastest_layer", layer)
-    monkeypatch.setattr(engine.model, "device", torch.device("cuda"))
-    estimates.measure_computing()
-    assert estimates.seconds_to_compute(0, 200) == pytest.approx(seconds(200))
-    assert estimates.seconds_to_compute(0, 400) == pytest.approx(0.01 + seconds(400)), "two passes"
-    estimates.learn([(Request([0] * 150, 1, computed=150), 150)], seconds(150) / 2)
-    assert estimates.seconds_to_compute(0, 200) == pytest.approx(seconds(200))
-    monkeypatch.setattr(module, "fastest_layer", lambda *_: 0.01)  # nothing but launches
-    estimates.measure_computing()
-    assert 0.03 <= estimates.seconds_to_compute(0, 256) <= 0.035
-    assert engine.pool.free.count(1) == 64
-
-
-def test_a_real_restoration_is_noted():
-    engine = make(offload.HostCache(64, 1e7), always_restore=False)
-    engine.behind.estimates.learn = lambda *work: None
-    engine.behind.estimates.computing.forget()  # so it is tried
-    prompt = draw(random.Random(0), 200)
-    ask_and_evict(engine, prompt)
-    engine.behind.estimates.paces.extend(8 * [0.0])
-    assert ask(engine, prompt).found == {"cpu": 192}
-    settle(engine)
-    assert engine.behind.estimates.paces[-1] >= 1.0
+def test_a_pass_of_few_rows_that_waits_for_copies_leaves_a_core_to_them(monkeypatch):
+    set_to, prompt = [], draw(random.Random(3), 300)
+    for name, less in ("host", True), ("hidden", False):
+        engine = make(name)
+        ask_and_evict(engine, prompt, 1)
+        engine.behind.threads, used = 4, []
+        monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+        forward = engine.runner.forward
+        engine.runner.forward = lambda work, before, run=forward, used=used: (run(work, before), used.append(set_to[-1]))[0]
+        assert ask(engine, prompt, 3).found and set_to[-1] == 4, "all of them again"
+        assert (used[0] == 3) == less and used[1:] == [4, 4], "not where it projects, or decodes"
+        monkeypatch.undo()
+        settle(engine)
 
 
 # Beliefs that refuse -----------------------------------------------------------------------------
 
-BELIEFS = {  # what was slow for two restorations -> of an engine, where that is noted
+BELIEFS = {  # what was slow for eight restorations -> of an engine, where that is noted
     "link": lambda engine: engine.behind.cache.load_link.measured,
     "projecting": lambda engine: engine.behind.cache.projecting,
     "reading": lambda engine: getattr(engine.behind.cache.storage, "storages", [engine.behind.cache.storage])[0].measured,
-    "pace": lambda engine: SimpleNamespace(note=lambda *slow: engine.behind.estimates.paces.append(1e9)),
 }
 
 
 @pytest.mark.parametrize("name, belief", [
     ("host", "link"), ("hidden", "link"), ("planned", "link"), ("tiered", "link"), ("hidden", "projecting"), ("files", "reading"),
-    ("both", "reading"), ("tiered", "reading"), ("host", "pace"), ("both", "pace")])  # fmt: skip
-def test_what_was_slow_is_loaded_again_within_ten_asks_though_the_engine_is_never_idle(name, belief):
+    ("both", "reading"), ("tiered", "reading")])  # fmt: skip
+def test_what_was_slow_is_loaded_again_within_ten_asks(name, belief):
     engine, prompt = make(name, always_restore=False), draw(random.Random(1), 450)
-    engine.behind.estimates.learn = engine.behind.estimates.idle = lambda *work: None  # as it is under load
-    engine.behind.estimates.computing.forget()
+    engine.behind.estimates.learn = lambda *work: None
     engine.behind.estimates.computing.note(flops(engine.model.config, 0, 450), 10.0)
     ask(engine, prompt, 1)
     settle(engine)

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from common.estimates import Estimates
-from common.link import Transfer
 from common.llama import Llama, LlamaConfig
 from common.requests import Request
 from common.restoring import Restorer
@@ -142,10 +141,9 @@ def answer(model, prompt: list[int], new: int, chunk: int = baseline.PREFILL, **
 
 
 def believe_slow(link):
-    """It was slow, and probes say nothing new."""
+    """It was slow, and nothing is copied to learn whether it still is."""
     link.measured.note(1.0, 1.0)
-    (over := Transfer(link.name, "probe")).finish(0.0, 0.0)
-    link.probe = lambda size: over
+    link.measured_from = 0
 
 
 def submit(engine, *requests: Request, steps: int = 0):

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from common.link import Link, Transfer
+from common.cuda_link import Link
+from common.link import Transfer
 from common.store import Storage
 from shell.modelled_link import ModelledLink
 

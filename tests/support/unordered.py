@@ -10,12 +10,12 @@ import io
 import random
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 
-from common import link as links
-from common.estimates import Estimates
+from common import cuda_link, estimates
 from common.pieces import Pieces
 from common.requests import Request, RequestError
 from common.timeline import Clock
@@ -39,7 +39,7 @@ def reads_padding(pieces, index, rows, *given, run=Pieces.run):
 # guard -> (whose it is, what is there instead, what goes wrong without it)
 GUARDS = {
     "wait_event": (
-        "common.link.CudaTransfer", dict(queue_wait=lambda transfer: True),
+        "common.cuda_link.CudaTransfer", dict(queue_wait=lambda transfer: True),
         "Copies are late: the question's rows read K and V of a layer before they have arrived."),
     "wait_stream": (
         "torch.cuda.Stream", dict(wait_stream=lambda stream, other: None),
@@ -48,7 +48,7 @@ GUARDS = {
         "common.cache.Cache", dict(hold=hold_nothing),
         "Copies are late: the next document is written to blocks that a copy out has still to read."),
     "ready": (
-        "common.link.CudaTransfer",  # and nobody waits for its span
+        "common.cuda_link.CudaTransfer",  # and nobody waits for its span
         dict(ready=property(lambda transfer: True), span=lambda transfer: (transfer.issued, transfer.issued)),
         "Copies are late: blocks are found in host memory before their copy has written them."),
     "record_stream": (
@@ -88,14 +88,14 @@ def pageable():
 @contextmanager
 def measured_before(speed: float = 1e9):
     """Links and processors know how fast they are, and measure nothing."""
-    def measure(link, interrupt=lambda: None):
+    def measure(link):
         link.settle()
         link.measured.forget()
         link.measured.note(speed, 1.0)
         return speed
 
-    compute = lambda estimates: estimates.computing.note(speed, 1.0)  # noqa: E731
-    with mock.patch.object(links.Link, "measure", measure), mock.patch.object(Estimates, "measure_computing", compute):
+    machine = SimpleNamespace(fastest=speed, projecting=speed / 1e6)
+    with mock.patch.object(cuda_link.Link, "measure", measure), mock.patch.object(estimates, "machine_of", lambda model: machine):
         yield
 
 
@@ -130,11 +130,11 @@ def every_other(pool, count: int, after, room) -> list[int]:
 
 def kernels(rounds: int = 4) -> str:
     """Copy scattered blocks out that are still being computed -> a letter for each time."""
-    link, letters = links.Link("save", Clock("cuda")), ""
+    link, letters = cuda_link.Link("save", Clock("cuda")), ""
     device, host = torch.zeros(8, 64, device="cuda"), torch.zeros(8, 64, pin_memory=True)
     for number in range(1, rounds + 1):
         device.fill_(number)
-        link.copy(host, device, "out", links.Places([6, 1, 3], [0, 2, 7])).wait()
+        link.copy(host, device, "out", cuda_link.Places([6, 1, 3], [0, 2, 7])).wait()
         letters += "." if host[[6, 1, 3]].eq(number).all() else "x"
     return letters
 
