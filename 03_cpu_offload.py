@@ -136,30 +136,29 @@ class HostCache(Cache):
         for request, owed in reversed([*self.owed.items()]):
             if owed and owed[0] in there and (self.behind_gap(owed[0]) or not room):
                 continue
-            owed = itertools.takewhile(there.__contains__, owed)
-            lacking = [(prefix, there[prefix]) for prefix in owed if not self.keeps(prefix)]
-            fits = self.save_blocks(request, lacking) if lacking else 0
-            room = room and fits == len(lacking)
-            self.owed[request] = [prefix for prefix, _ in lacking[fits:]]
-            if not self.owed[request]:
+            owed = [one for one in itertools.takewhile(there.__contains__, owed) if not self.keeps(one)]
+            fits = self.save_blocks(request, owed)
+            room = room and fits == len(owed)
+            self.owed[request] = owed[fits:]
+            if fits == len(owed):
                 del self.owed[request]
 
     def behind_gap(self, prefix) -> bool:
         """Whether the host lacks what comes before."""
         return prefix.parent is not None and not self.keeps(prefix.parent)
 
-    def save_blocks(self, request, lacking: list[tuple]) -> int:
-        """Begin to copy out (prefix, device block) pairs, as far as there is room, and time -> how many."""
+    def save_blocks(self, request, prefixes: list) -> int:
+        """Begin to copy out blocks, as far as there is room, and time -> how many."""
         size, link = self.host.block_bytes, self.save_link
-        if link.seconds(len(lacking) * size) >= LONGEST_SAVE:  # a little says whether it is still as slow
-            lacking = [] if self.under_way["save"] else lacking[: -(-link.measured_from // size)]
-        if not lacking:
+        if link.seconds(len(prefixes) * size) >= LONGEST_SAVE:  # a little says whether it is still as slow
+            prefixes = [] if self.under_way["save"] else prefixes[: -(-link.measured_from // size)]
+        if not prefixes:
             return 0
         own = request.chain if self.last_tier or request.table else ()  # a running request keeps its end
-        used = lacking[-1][0].used if self.last_tier else 0
-        fits = self.host.make_room(len(lacking), own, used)
-        if fits:
-            prefixes, blocks = zip(*lacking[:fits])
+        used = prefixes[-1].used if self.last_tier else 0
+        if fits := self.host.make_room(len(prefixes), own, used):
+            prefixes = prefixes[:fits]
+            blocks = [self.pool.block_of[prefix] for prefix in prefixes]
             places = self.places_for(request, prefixes)
             transfer = self.copy_out(blocks, places)
             self.saving.update(zip(prefixes, places))
