@@ -38,7 +38,6 @@ from itertools import takewhile
 import torch
 
 from common.llama import attention, causal_mask, upload
-from common.pieces import Pieces
 from common.prefixes import Prefix, Prefixes
 from common.requests import Interrupted, Line, Request
 from common.sampling import likeliest, sample
@@ -262,7 +261,7 @@ class Runner:
         shape = config.num_hidden_layers, 2, blocks, block_size, *heads  # [L, 2, blocks, block_size, KVH, hd]
         memory = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.model, self.pool = model, BlockPool(blocks, block_size, memory)
-        self.pieces = Pieces(model) if model.device.type == "cuda" else None  # a layer in one launch
+        self.pieces = model.pieces  # on a GPU a layer in one launch (shell/pieces.py)
 
     @torch.inference_mode()
     def forward(self, work: list[tuple[Request, int]], before_layer):

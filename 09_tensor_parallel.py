@@ -476,7 +476,6 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
         cache = offload.HostCache(on_host, bandwidth) if keep == "kv" else Cache()
     behind = Restorer(Together(cache, ranks), Estimates(arguments.always_restore))
     engine = paged.make_engine(model, options, behind)
-    engine.runner.pieces = None  # a graph has no sums over ranks in it
     return engine
 
 

@@ -197,6 +197,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.digest = b""  # of config and weights, set by checkpoint.load: saved state depends on it
+        self.pieces = None  # on a GPU what runs the layers in fewer launches, set by checkpoint.load
         where = dict(dtype=dtype, device=device)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))
         self.rotary = Rotary(config, **where)

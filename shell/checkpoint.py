@@ -26,6 +26,7 @@ from tqdm import tqdm
 from common.llama import Linear, Llama, LlamaConfig
 from shell import random_models
 from shell.config import ModelError, read_config
+from shell.pieces import Pieces
 
 CLASSROOM = Path(__file__).resolve().parent.parent / "models" / "classroom"
 ALIASES = {"classroom": str(CLASSROOM), "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
@@ -98,6 +99,8 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, division):
     model.eval().requires_grad_(False)
     if device == "cpu" and not on_host and model.dtype == torch.float32:
         Linear.in_parts = parts_are_faster(model)
+    if device == "cuda" and not on_host and not division:  # a graph has no sums over ranks in it
+        model.pieces = Pieces(model)
     if not on_host and 2 * weight_bytes(model) < free_host_memory():
         reorder(model)
     named = [tokenizer.eos_token_id, *(config.get("eos_token_id") for config in configs)]

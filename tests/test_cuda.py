@@ -13,11 +13,11 @@ import torch.nn.attention.bias
 
 from common.cuda_link import Link
 from common.link import Places, TransferError
-from common.pieces import Pieces
 from common.requests import HungUp, Interrupted, Request
 from common.restoring import Restorer
 from common.timeline import Clock
 from shell import hardware
+from shell.pieces import Pieces
 from shell.ranks import Ranks
 from tests.support import engines, streams, traffic, unordered
 from tests.support.engines import ask, ask_and_evict, check_pools, draw, evict, settle, tiered, tiny_model

@@ -17,6 +17,7 @@ from common.restoring import Restorer
 from common.store import Storage, StoredChunks
 from shell import checkpoint
 from shell.backends import in_directories, open_backend
+from shell.pieces import Pieces
 
 CHAPTERS = (
     "01_baseline", "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free",
@@ -120,6 +121,8 @@ def make(
         cache, runner = None, RUNNERS[cache](blocks, block_size)
     cache = CACHES[cache](blocks) if isinstance(cache, str) else cache
     runner = runner or paged.Runner(model, blocks, block_size)
+    if model.device.type == "cuda" and isinstance(runner, paged.Runner):
+        runner.pieces = Pieces(model)
     return paged.Engine(runner, cache and Restorer(cache, Estimates(always_restore)), **options)
 
 

@@ -16,9 +16,9 @@ from unittest import mock
 import torch
 
 from common import cuda_link, estimates
-from common.pieces import Pieces
 from common.requests import Request, RequestError
 from common.timeline import Clock
+from shell.pieces import Pieces
 
 from . import engines, streams
 
@@ -64,7 +64,7 @@ GUARDS = {
         "common.cache.Cache", dict(hold=hold_nothing),
         "(Scattered blocks.) Copies are late: a kernel reads host blocks that are another document's by now."),
     "padding": (
-        "common.pieces.Pieces", dict(run=reads_padding),
+        "shell.pieces.Pieces", dict(run=reads_padding),
         "(Graphs.) Rows that nobody has computed in this pass are taken for its own."),
 }  # fmt: skip
 
