@@ -299,7 +299,8 @@ class PlannedCache(hidden_states.HiddenCache):
 def described(letters: str, costs: LayerCosts, tokens: int) -> dict:
     """-> a plan for the page, above the lanes."""
     predicted_ms = 1e3 * plan_seconds(letters, costs)
-    title = f"{tokens} tokens: {predicted_ms:.1f} ms predicted, the question included"
+    predicted = f"{predicted_ms:.1f} ms predicted" if math.isfinite(predicted_ms) else "not measured yet"
+    title = f"{tokens} tokens: {predicted}, the question included"
     legend = dict(R="recomputed", H="from hidden states", K="loaded as K and V")
     costs_ms = {name: 1e3 * seconds for name, seconds in costs._asdict().items()}  # of a layer
     plan = dict(title=title, rows=[["layers", letters]], legend=legend)

@@ -1,5 +1,6 @@
 """A program around an engine: models, the command line, the server, demos. No lesson opens it."""
 import atexit
+import json
 import os
 import sys
 
@@ -40,3 +41,11 @@ def end(code: int, words: str = "\nInterrupted."):
         sys.stdout.flush()
     finally:
         os._exit(code)
+
+
+def to_json(value, **options) -> str:
+    """Write strict JSON, which knows no infinity: a number that is not finite is null."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None), **options)

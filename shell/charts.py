@@ -1,9 +1,9 @@
 """Timelines as lines of text, and as a trace file that opens in Perfetto or chrome://tracing."""
-import json
 from itertools import groupby
 from pathlib import Path
 
 from common.timeline import Span, Timeline
+from shell import to_json
 
 LANES = ("compute", "load", "save", "storage")
 
@@ -51,4 +51,4 @@ def write_trace(timelines: list[Timeline], path: Path):
         for span in timeline.spans:
             events.append(dict(ph="X", name=span.label, pid=1, tid=LANES.index(span.lane) + 1,
                                ts=(timeline.began + span.start) * 1e6, dur=(span.end - span.start) * 1e6))
-    path.write_text(json.dumps(dict(traceEvents=events)))
+    path.write_text(to_json(dict(traceEvents=events)))

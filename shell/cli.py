@@ -1,6 +1,5 @@
 """The command line that every chapter gets: the demo, one answer, or the server."""
 import argparse
-import json
 import os
 import signal
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 
 from common.requests import Request, RequestError, Result
-from shell import charts, checkpoint, end, lesson
+from shell import charts, checkpoint, end, lesson, to_json
 from shell.frontend import Frontend, check_messages
 
 
@@ -114,7 +113,7 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
 
     # 4. What was asked for in files
     if arguments.json:
-        arguments.json.write_text(json.dumps({**info, **report}, indent=1) + "\n")
+        arguments.json.write_text(to_json({**info, **report}, indent=1) + "\n")
     if arguments.trace:
         charts.write_trace(timelines, arguments.trace)
 

@@ -7,6 +7,7 @@ import gc
 import ipaddress
 import json
 import logging
+import math
 import queue
 import re
 import resource
@@ -25,7 +26,7 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
 from common.requests import BadRequest, HungUp, Request, RequestError, Result, Unavailable
-from shell import end, openai
+from shell import end, openai, to_json
 from shell.frontend import PROMPT, SAMPLING, check_fields
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
@@ -34,6 +35,11 @@ MOST = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)     # reques
 SILENCE = 0.5                      # seconds between two looks of a waiting thread: closing? hung up?
 ENDING = 5.0                       # seconds from closing, after which the process ends
 SHUTTING = "The server is shutting down; ask again when it is back."
+NOT_YET = dict.fromkeys(                        # counters that an engine adds when it counts
+    "steps preemptions gpu_hits cpu_hits disk_hits storage_hits misses gpu_hit_tokens cpu_hit_tokens "
+    "disk_hit_tokens storage_hit_tokens restored_tokens declined failed_restorations bytes_in bytes_out "
+    "swap_ins swap_outs drops blocks_lost pages_lost storage_pages_read storage_pages_written storage_errors "
+    "dirty_evicted pages_written".split(), 0)
 DEFECT = "An error inside the server; its log says more, and the engine goes on."
 
 
@@ -102,7 +108,9 @@ class Server:
                 raise Unavailable(SHUTTING)
             if len(self.open) == self.most:
                 raise BadRequest(f"{self.most} requests wait or run already; try again later.", 429)
-            asked = self.frontend.request(received=received, **fields)
+            asked, room = self.frontend.request(received=received, **fields), self.engine.capacity
+            if room and fields.get("max_tokens") == math.inf:       # as long as it can be
+                asked.max_tokens = max(1, min(asked.max_tokens, room - asked.prompt_tokens + 1))
             self.engine.submit(asked)
             self.open.append(asked)
         try:
@@ -178,7 +186,7 @@ def explain(error: Exception) -> tuple[dict, int, dict]:
 def make_app(server: Server) -> Flask:
     app = Flask("kv", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY + 1
-    app.json.sort_keys = False
+    app.json.dumps = to_json
     app.before_request(check_sender)
     app.register_error_handler(Exception, explain)
     # Another page could show ours and lead a click
@@ -196,9 +204,9 @@ def events(chunks) -> Response:
         with closing(chunks):
             try:
                 for chunk in chunks:
-                    yield f"data: {chunk if isinstance(chunk, str) else json.dumps(chunk)}\n\n"
+                    yield f"data: {chunk if isinstance(chunk, str) else to_json(chunk)}\n\n"
             except Exception as error:          # the headers are out: the error travels as an event
-                yield f"data: {json.dumps(explain(error)[0])}\n\n"
+                yield f"data: {to_json(explain(error)[0])}\n\n"
     return Response(encode(), mimetype="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
@@ -314,7 +322,7 @@ def add_page(app: Flask, server: Server):
 
     @app.get("/health")
     def health():
-        return dict(status="ok", **server.info, counters=engine.counters())
+        return dict(status="ok", **server.info, counters=NOT_YET | engine.counters())
 
     @app.get("/timelines/<int:number>")
     def timeline(number: int):
@@ -340,7 +348,7 @@ def add_page(app: Flask, server: Server):
         kept = cache.storage
         rate = kept and server.between_steps(kept.speed)        # only the engine's thread settles a lane
         said = dict(silent=kept.silent, behind=kept.behind, gbps=rate / 1e9) if kept else {}
-        return dict(storage=kept and str(kept), **said, counters=engine.counters())
+        return dict(storage=kept and str(kept), **said, counters=NOT_YET | engine.counters())
 
 
 # 5. Connections ---------------------------------------------------------------------------------------------
@@ -355,11 +363,11 @@ class Connection(socket.socket):
         return super().recv_into(*buffer)
 
     def hung_up(self) -> bool:
-        """Whether the client has closed it, or its half of it."""
+        """Whether the client has closed it, or its half of it; on Linux also behind bytes that wait here."""
         poll = select.poll()
-        poll.register(self, select.POLLIN)
+        poll.register(self, select.POLLIN | getattr(select, "POLLRDHUP", 0))
         try:
-            return bool(poll.poll(0)) and self.recv(1, socket.MSG_PEEK) == b""
+            return any(what != select.POLLIN or not self.recv(1, socket.MSG_PEEK) for _, what in poll.poll(0))
         except OSError:
             return True
 

@@ -1,7 +1,9 @@
 """The server of all chapters, on a stub engine behind a real socket: answers, errors, hang-ups, closing."""
 import http.client
+import importlib
 import json
 import logging
+import math
 import re
 import signal
 import socket
@@ -17,8 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.requests import BadRequest, Request, Unavailable
-from shell import backends
+from shell import backends, to_json
 from shell import server as servers
+from tests.conftest import ROOT
 from tests.support.serving import ASK, CHAT, INFO, TIMEOUT, eventually, run, sentence, serving
 from tests.support.stub import Engine
 
@@ -77,6 +80,14 @@ def test_many_clients_get_answers_of_their_own_and_health_says_what_runs_and_cou
         health = client.ask("/health").json
         assert health == dict(status="ok", **INFO, counters=health["counters"])
         assert health["counters"]["requests"] == health["counters"]["finished"] == 16
+
+
+def test_all_documented_counters_are_there_from_the_start(frontend):
+    text = (ROOT / "docs" / "reference.md").read_text().partition("**Counters**")[2].partition("\n\n")[0]
+    named = {name for name in re.findall(r"`([a-z_]+)`", text) if name not in ("host", "write_back", "steps")}
+    with serving(frontend) as client:
+        counters = client.counters()
+        assert len(named) > 20 and named <= {*counters} and all(counters[name] == 0 for name in named)
 
 
 # 2. What is asked wrongly -----------------------------------------------------------------------------------
@@ -229,15 +240,16 @@ def test_one_prompt_is_encoded_at_a_time_and_too_many_are_refused(frontend, monk
         assert client.ask("/generate", ASK).status == 200
 
 
-@pytest.mark.parametrize("route,body,stream", [
-    ("/generate", ASK, False), ("/generate", ASK, True), ("/v1/chat/completions", CHAT, True),
-    ("/v1/completions", TEXT, False)])
+@pytest.mark.parametrize("route,body,stream,behind", [
+    ("/generate", ASK, False, b""), ("/generate", ASK, True, b""), ("/v1/chat/completions", CHAT, True, b"\r\n"),
+    ("/generate", ASK, False, b"\r\n"), ("/v1/completions", TEXT, False, b"GET /health HTTP/1.1\r\n\r\n")])
 def test_a_client_that_hangs_up_in_the_middle_of_its_answer_is_cancelled(
-        frontend, caplog, route, body, stream):
+        frontend, caplog, route, body, stream, behind):
     with serving(frontend) as client:
         client.engine.hold_after(3)
         with closing(client.send(route, dict(body, max_tokens=200, stream=stream))) as connection:
             eventually(lambda: client.engine.held)
+            connection.sock.sendall(behind)
             assert not stream or connection.getresponse().readline().startswith(b"data: {"), "while it is written"
         eventually(lambda: client.engine.arrivals)             # noticed while no token comes
         client.engine.let()
@@ -439,6 +451,27 @@ def test_the_timeline_of_a_finished_request_is_what_its_answer_says_and_its_plan
     plan = dict(title="By layer", rows=[["layer 0", "KR"]], legend=dict(K="loaded", R="computed"))
     client.engine.over[-1].timeline.plan = plan
     assert client.ask(path).json["plan"] == plan
+
+
+def test_what_is_not_measured_yet_is_null_in_json(frontend, tmp_path):
+    measured = importlib.import_module("05_bubble_free").LayerCosts(math.inf, 0.5, 0.25, math.inf)
+    plan = importlib.import_module("05_bubble_free").described("RK", measured, 9)
+    assert plan["title"] == "9 tokens: not measured yet, the question included"
+    with serving(frontend) as client:
+        client.engine.hold_after(2)
+        with ThreadPoolExecutor() as threads:
+            replies = [threads.submit(client.ask, "/generate", dict(ASK, stream=stream)) for stream in (False, True)]
+            eventually(lambda: client.engine.held and len(client.engine.running) == 2)
+            for request in client.engine.running:
+                request.found["gpu"], request.timeline.plan = math.nan, plan
+            client.engine.let()
+            plain, stream = replies[0].result().json, replies[1].result().events[-1]["result"]
+        assert plain["usage"]["cached_tokens"] is stream["found"]["gpu"] is None
+        shown = client.ask(f"/timelines/{plain['id']}").json["plan"]
+        assert shown == dict(plan, predicted_ms=None, costs_ms=shown["costs_ms"])
+        assert shown["costs_ms"] == dict(recompute=None, project=500, load_states=250, load_kv=None, question=0)
+        assert client.ask("/state").json["finished"][0]["found"] == dict(gpu=None)
+    assert json.loads(to_json([math.nan, -math.inf, {"a": 1.5}], indent=1)) == [None, None, {"a": 1.5}]
 
 
 def test_the_page_is_one_file_that_loads_nothing_from_elsewhere(client):

@@ -5,6 +5,8 @@ import threading
 import time
 from contextlib import closing, contextmanager
 
+import pytest
+
 from shell.server import Server, listen, make_app
 from tests.support.stub import Engine
 
@@ -12,6 +14,11 @@ INFO = dict(chapter="stub", model="tiny", device="cpu", dtype="float32")
 TIMEOUT = 120                      # seconds; no answer here takes more than a few
 ASK = dict(prompt="Hello", max_tokens=8)
 CHAT = dict(messages=[dict(role="user", content="Hello")], max_tokens=8, temperature=0)
+
+
+def strictly(raw):
+    """Read JSON as browsers do."""
+    return json.loads(raw, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 class Reply:
@@ -22,7 +29,7 @@ class Reply:
 
     @property
     def json(self):
-        return json.loads(self.raw)
+        return strictly(self.raw)
 
     @property
     def events(self) -> list:
@@ -30,7 +37,7 @@ class Reply:
         assert self.status == 200 and self.kind == "text/event-stream", self.raw
         *parts, end = self.raw.decode().split("\n\n")
         assert end == "" and all(part.startswith("data: ") for part in parts)
-        return [part[6:] if part == "data: [DONE]" else json.loads(part[6:]) for part in parts]
+        return [part[6:] if part == "data: [DONE]" else strictly(part[6:]) for part in parts]
 
     def error(self, status: int, kind: str = "invalid_request_error") -> str:
         """The sentence of an error, after a look at its form."""
