@@ -156,13 +156,13 @@ class Request:
         self.tokens.append(token)
         self.new.append(token)
         ends = token in self.end_tokens
-        piece = self.writer.push(token) if self.writer and not ends else ""
+        piece = self.writer.push(token, ends) if self.writer else ""
         if ends or (self.writer and self.writer.stopped):
             self.finish_reason = "stop"
         elif len(self.new) == self.max_tokens:
             self.finish_reason = "length"
         if self.writer and self.finish_reason:
-            piece += self.writer.release(len(self.writer.text))
+            piece += self.writer.release(len(self.writer.held))
         if piece:
             self.pieces.put(piece)
 

@@ -1,5 +1,6 @@
 """OpenAI's format: from requests to arguments of Frontend.request, from pieces of text to replies."""
 import json
+import math
 import time
 import uuid
 
@@ -20,7 +21,8 @@ FIELDS = {                                      # besides SAMPLING's; name -> (t
     "stream": FLAG, "stream_options": OBJECT, "max_completion_tokens": SAMPLING["max_tokens"],
     "n": only(1), "best_of": only(1), "echo": only(False), "suffix": only(""), "logprobs": only(False),
     "top_logprobs": only(0), "presence_penalty": only(0), "frequency_penalty": only(0), "store": only(False),
-    "tool_choice": only("auto", "none"), "parallel_tool_calls": only(True, False),
+    "tool_choice": only("auto", "none"), "function_call": only("auto", "none"),
+    "parallel_tool_calls": only(True, False),
     "service_tier": only("auto", "default"), "modalities": only(["text"]),
     "response_format": only({"type": "text"}), "model": LABEL, "user": LABEL, "safety_identifier": LABEL,
     "prompt_cache_key": LABEL, "metadata": OBJECT}
@@ -35,8 +37,8 @@ def parse(body, chat: bool, frontend) -> tuple[dict, bool, bool]:
     options = check_fields(given.get("stream_options", {}), OPTIONS)
     asked = {name: value for name, value in given.items() if name not in FIELDS}
     asked.setdefault("temperature", 1.0)        # OpenAI's default; our own /generate is greedy
-    if "max_completion_tokens" in given:
-        asked["max_tokens"] = given["max_completion_tokens"]
+    most = asked.get("max_tokens", math.inf if chat else 16)            # OpenAI's defaults, too
+    asked["max_tokens"] = given.get("max_completion_tokens", most)
     asked["raw"] = not chat                     # a completion continues the text as it stands
     return asked, given.get("stream", False), options.get("include_usage", False)
 

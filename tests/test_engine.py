@@ -209,7 +209,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(chapter, monk
 def test_what_fails_in_work_for_one_request_ends_that_one_at_most(broken):
     engine, request, other = make(cache := RowCache()), Request(PROMPT, 6), Request(PROMPT[::-1], 6)
     if broken == "push":
-        request.writer = SimpleNamespace(push=lambda token: 1 / 0)
+        request.writer = SimpleNamespace(push=lambda *_: 1 / 0)
     elif broken == "draw":
         request.temperature, request.generator = 1.0, property(lambda: 1 / 0)
     else:  # for this request, or in each step

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.support.serving import INFO, TIMEOUT, serving
+from tests.support.stub import Engine
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is missing: see requirements-dev.txt")
 
@@ -120,11 +121,22 @@ def test_what_a_client_asks_for_reaches_the_engine(client, served):
 
 def test_neutral_fields_and_labels_are_taken(client, served):
     client.chat.completions.create(
-        messages=HELLO, n=1, presence_penalty=0.0, frequency_penalty=0, logit_bias={}, tools=[], tool_choice="auto",
+        messages=HELLO, n=1.0, seed=-1, function_call="none", extra_body=dict(top_k=-1), presence_penalty=0.0, frequency_penalty=0, logit_bias={}, tools=[], tool_choice="auto",
         response_format=dict(type="text"), user="me", store=False, logprobs=False, top_logprobs=0, metadata=dict(a="b"),
         safety_identifier="x", prompt_cache_key="y", service_tier="auto", parallel_tool_calls=True, functions=[],
-        modalities=["text"], stream=True, stream_options=dict(include_usage=True, include_obfuscation=False), **GREEDY)
-    assert seen(served).temperature == 0
+        modalities=["text"], stream=True, stream_options=dict(include_usage=True, include_obfuscation=False),
+        **GREEDY | dict(max_tokens=8.0))
+    assert (seen(served).temperature, seen(served).top_k, repr(seen(served).max_tokens)) == (0, 0, "8")
+
+
+@pytest.mark.parametrize("blocks, room, long, words", [
+    (64, 256, 300, "shorten the prompt"), (8, 129, 130, "do not fit")])     # the last token needs no place in a pool
+def test_without_max_tokens_a_chat_takes_what_is_left_and_a_completion_16_tokens(frontend, blocks, room, long, words):
+    with serving(frontend, Engine(blocks=blocks)) as served, connected(served.port) as client:
+        used = client.chat.completions.create(model="tiny", messages=HELLO).usage
+        assert used.total_tokens == room and client.completions.create(model="tiny", prompt="Hello").usage.completion_tokens == 16
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.chat.completions.create(model="tiny", messages=[dict(role="user", content="a" * long)])
 
 
 def test_an_answer_goes_back_as_the_client_has_it(client, served):
