@@ -173,7 +173,7 @@ class Frontend:
         the string. `received`: when, in seconds of time.perf_counter(). `asked`: SAMPLING and own fields,
         checked by `check_fields`. Raises BadRequest."""
         received = received or time.perf_counter()
-        if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
+        if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt[:2]):
             if len(prompt) > 1:
                 raise BadRequest("prompt must be one prompt; send a request for each.")
             prompt, = prompt
