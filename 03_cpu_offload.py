@@ -17,8 +17,8 @@ the first token comes after the slower of the two, and not after their sum:
 Loading pays where a token's K and V travel faster than they are computed. Both speeds are measured, and a
 prefix is loaded if that takes at most 0.8 of the time to compute it.
 
-`HostCache` is a Cache (common/cache.py): five verbs, and what they are written with; docs/my_cache.py is the
-plainest one. Two rules hold for both: whatever a copy still reads or writes is referenced in its pool
+`HostCache` is a Cache (common/cache.py): five verbs, and what they are written with; examples/my_cache.py
+is the plainest one. Two rules hold for both: whatever a copy still reads or writes is referenced in its pool
 (`hold`) until that copy is over, whatever becomes of the request; and nothing is found before it has arrived.
 
 Sources: two tiers as in "KV Cache CPU Offloading" (part 12 of a series that rebuilds vLLM), from which the

@@ -258,7 +258,7 @@ def test_a_gpu_makes_random_weights_itself_and_they_are_other_weights(on_host):
 
 
 def test_a_short_soak_counts_its_answers_and_finds_nothing_wrong_or_left(tmp_path):
-    done = forked.run(tmp_path, "-m", "tools.soak", "--minutes", 0.05)
+    done = forked.run(tmp_path, "-m", "tests.soak", "--minutes", 0.05)
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines()[-2:]:
         _, answered, _, _, wrong, refused, left, *_ = line.split()

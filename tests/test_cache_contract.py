@@ -25,7 +25,7 @@ COMPUTES = "hidden", "planned", "files", "both", "both, files", "tiered, both en
 def pytest_generate_tests(metafunc):
     if "cache" in metafunc.fixturenames:
         own = metafunc.config.getoption("--cache")
-        name = own or "docs.my_cache:MyCache"
+        name = own or "examples.my_cache:MyCache"
         CACHES[name] = traffic.engines.CACHES[name] = engines.own_cache(name)
         metafunc.parametrize("cache", [own] if own else [*CACHES])
 

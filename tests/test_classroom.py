@@ -9,12 +9,12 @@ from conftest import ROOT, load
 from support.engines import baseline
 
 from common.llama import Llama
+from models.classroom import train
+from models.classroom.text import Conversation
+from models.classroom.train import HARD, Rows, evaluate, train_tokenizer
 from shell import checkpoint
 from shell.config import read_config
 from shell.texts import Level
-from tools import train_classroom
-from tools.classroom_text import Conversation
-from tools.train_classroom import HARD, Rows, evaluate, train_tokenizer
 
 FOLDER = ROOT / "models" / "classroom"
 
@@ -27,9 +27,9 @@ def rows():
 @pytest.fixture
 def small(monkeypatch):
     """A model of three layers, and six steps."""
-    small = {**train_classroom.CONFIG, "num_hidden_layers": 3, "intermediate_size": 64}
-    monkeypatch.setattr(train_classroom, "CONFIG", small)
-    monkeypatch.setattr(train_classroom, "STAGES", [(0.0005, 64, 2, 0.5, Level()), (0.001, 128, 2, 0.5, HARD)])
+    small = {**train.CONFIG, "num_hidden_layers": 3, "intermediate_size": 64}
+    monkeypatch.setattr(train, "CONFIG", small)
+    monkeypatch.setattr(train, "STAGES", [(0.0005, 64, 2, 0.5, Level()), (0.001, 128, 2, 0.5, HARD)])
 
 
 def test_every_asked_fact_was_told_before_and_has_one_answer_unless_it_was_corrected():
@@ -64,13 +64,13 @@ def test_the_loss_counts_the_words_of_the_assistant_and_the_end_of_its_answer(ro
 
 
 def untrained():
-    model = Llama(read_config(train_classroom.CONFIG))
-    train_classroom.initialize(model)
+    model = Llama(read_config(train.CONFIG))
+    train.initialize(model)
     return model
 
 
 def test_training_twice_gives_the_same_model_and_another_than_at_first(rows, small):
-    first, second = (checkpoint.weights(train_classroom.train(rows, "cpu")) for _ in range(2))
+    first, second = (checkpoint.weights(train.train(rows, "cpu")) for _ in range(2))
     begin = checkpoint.weights(untrained())
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not any(torch.equal(first[name], begin[name]) for name in first)
@@ -78,8 +78,8 @@ def test_training_twice_gives_the_same_model_and_another_than_at_first(rows, sma
 
 def test_training_lowers_the_loss(rows, small):
     model = untrained()
-    optimizers, batch = train_classroom.optimizers_of(model), rows.batch("one batch", 4, 64, Level())
-    losses = [train_classroom.update(model, optimizers, *batch, 1.0) for _ in range(15)]
+    optimizers, batch = train.optimizers_of(model), rows.batch("one batch", 4, 64, Level())
+    losses = [train.update(model, optimizers, *batch, 1.0) for _ in range(15)]
     assert losses[-1] < losses[0] / 2
 
 

@@ -7,7 +7,7 @@ from conftest import ROOT
 
 from tests.support import forked
 
-WRONG = {  # what is changed in docs/my_cache.py, and the rule that is broken then
+WRONG = {  # what is changed in examples/my_cache.py, and the rule that is broken then
     "registered too early": (
         [("                self.saving.add(prefix)\n", "                self.host.register(place, prefix)\n"),
          ("        if arrived:\n", "        if arrived and False:\n")],
@@ -31,7 +31,7 @@ def judged(folder, source: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_mistake_is_caught(mistake, tmp_path):
-    source, (changes, rule) = (ROOT / "docs/my_cache.py").read_text(), WRONG[mistake]
+    source, (changes, rule) = (ROOT / "examples/my_cache.py").read_text(), WRONG[mistake]
     for right, wrong in changes:
         assert source.count(right) == 1
         source = source.replace(right, wrong)

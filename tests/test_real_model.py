@@ -8,10 +8,10 @@ from conftest import ROOT
 from support.engines import ask, ask_and_evict, baseline, both_ends, make, offload, planned, tiered
 
 from common.store import StoredChunks
+from models.classroom.text import Conversation
+from models.classroom.train import HARD
 from shell import checkpoint
-from tools import real_model
-from tools.classroom_text import Conversation
-from tools.train_classroom import HARD
+from tests import real_model
 
 TOKENS, NEW, BLOCKS, BANDWIDTH = 1100, 32, 50, 2e9  # in three chunks of chapter 01's prefill, the half of them in two
 CACHES = {

@@ -1,4 +1,4 @@
-"""docs/vllm_connector.py: vLLM's blocks come back from storage, and its tokens stay the same. Where another
+"""examples/vllm_connector.py: vLLM's blocks come back from storage, and its tokens stay the same. Where another
 interpreter has vLLM: VLLM_PYTHON=/path/to/python python -m pytest tests/test_vllm.py"""
 
 import importlib.util
@@ -38,7 +38,7 @@ class Gate(shell.backends.Directory):
 
 def peer(folder, **extra) -> Popen:
     """Start vLLM with the connector, in a process of its own that ends with its input."""
-    transfer = dict(kv_connector="StorageConnector", kv_connector_module_path="docs.vllm_connector", kv_role="kv_both",
+    transfer = dict(kv_connector="StorageConnector", kv_connector_module_path="examples.vllm_connector", kv_role="kv_both",
                     kv_load_failure_policy="recompute", kv_connector_extra_config=extra)  # fmt: skip
     options = dict(model="model", dtype="float32", enforce_eager=True, max_model_len=256, block_size=32, max_num_seqs=4,
                    kv_cache_memory_bytes=1 << 26, distributed_executor_backend="uni", kv_transfer_config=transfer)  # fmt: skip

@@ -131,7 +131,7 @@ def shown_commands(page: Path, text: str):
                 by_hand.printed(words[1:]) if hand else parser(chapter[1]).parse_args(words)
             except (SystemExit, ImportError, argparse.ArgumentError) as error:
                 yield f"{said}: {error}"
-        elif program == "-m" and re.match(r"(benchmarks|tests|tools)\.(?!NAME)", words[0]):
+        elif program == "-m" and re.match(r"(benchmarks|examples|models|tests|tools)\.(?!NAME)", words[0]):
             path = ROOT / f"{words[0].replace('.', '/')}.py"
             files = (path, ROOT / "benchmarks" / "measure.py") if path.is_file() else ()  # the second has options of all
             source = "".join(file.read_text(encoding="utf-8") for file in files)
@@ -147,7 +147,7 @@ def links_and_files(page: Path, text: str):
         if not place.exists() or anchor and anchor not in anchors(place.read_text(encoding="utf-8")):
             yield f"{target} leads nowhere"
     for span in spans(text) if page.name != "production.md" else ():  # which is about others' files too
-        folder = re.match(r"(benchmarks|common|docs|models|tests|tools)/[\w./-]+$", span.replace("NAME-DEVICE.json", ""))
+        folder = re.match(r"(benchmarks|common|docs|examples|models|tests|tools)/[\w./-]+$", span.replace("NAME-DEVICE.json", ""))
         if folder and not (ROOT / folder[0]).exists() and "/last" not in span:
             yield f"there is no {span}"
 

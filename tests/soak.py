@@ -1,4 +1,4 @@
-"""Soak servers over HTTP, with eight clients of which a third hang up: `python -m tools.soak --minutes 10`.
+"""Soak servers over HTTP, with eight clients of which a third hang up: `python -m tests.soak --minutes 10`.
 
 First chapter 05 with files beyond its limit, then 07 with a storage that lies and hangs. Exits with 1 where a token is not chapter 01's, a
 client is refused, a reference, request or copy is left, or (from a minute on) memory at the end is 5 % above that after half of the time.
@@ -19,7 +19,7 @@ from shell import checkpoint, cli, lesson, server
 from shell.frontend import Frontend
 
 COLUMNS = "answered", "restored", "hung up", "wrong", "refused", "left", "MB at half", "MB at the end"
-OPTIONS = {"05_bubble_free": "--disk {} --disk-limit 0.02", "07_tiered_storage": "--storage tools.soak:Unreliable --prefetch-threshold 64"}
+OPTIONS = {"05_bubble_free": "--disk {} --disk-limit 0.02", "07_tiered_storage": "--storage tests.soak:Unreliable --prefetch-threshold 64"}
 
 
 class Unreliable(dict):

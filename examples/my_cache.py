@@ -1,6 +1,6 @@
 """Write your own Cache: the plainest one that the engine takes. Full blocks go to host memory, and come back.
 
-    python -m pytest tests/test_cache_contract.py --cache docs.my_cache:MyCache
+    python -m pytest tests/test_cache_contract.py --cache examples.my_cache:MyCache
 """
 
 import importlib

@@ -8,7 +8,7 @@ from shell.texts import PLACES, Fact, Level, draw_fact
 
 
 def pairs(title: str) -> list[tuple[str, str]]:
-    """The lines under `title` in classroom_text.txt, each split at its |."""
+    """The lines under `title` in text.txt, each split at its |."""
     lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").partition(f"{title}\n")[2].split("\n\n")[0]
     return [tuple(line.split(" | ")) for line in lines.splitlines()]
 

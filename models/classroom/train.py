@@ -1,7 +1,7 @@
 """Make models/classroom: generate the text, train tokenizer and model, evaluate, write the folder.
 
-    python -m tools.train_classroom                            train, write, evaluate
-    python -m tools.train_classroom --evaluate                 evaluate the shipped folder only
+    python -m models.classroom.train                            train, write, evaluate
+    python -m models.classroom.train --evaluate                 evaluate the shipped folder only
 
 Rows of one conversation each grow from 256 to 2,048 tokens, and the text gets harder (STAGES). The loss counts the assistant's
 words in full and the rest at REST_WEIGHT. Muon (Jordan et al., 2024) moves the matrices, AdamW the embedding and the norms.
@@ -20,11 +20,11 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from common.llama import Llama, rotary_frequencies
+from models.classroom.text import Conversation, general_question
 from shell import checkpoint
 from shell.config import read_config
 from shell.random_models import CHAT_TEMPLATE, SPECIAL
 from shell.texts import Level
-from tools.classroom_text import Conversation, general_question
 
 CONTEXT = 2048
 REST_WEIGHT = 0.07
