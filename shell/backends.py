@@ -130,9 +130,9 @@ def open_backend(url: str, config: dict | None = None):
         known = dict(file=Directory, redis=RedisBackend, rediss=RedisBackend, unix=RedisBackend)
         kind = known.get(module) or getattr(importlib.import_module(module), name)
         takes = inspect.signature(kind).parameters if config else {}
-        wrong = [key for key in config or () if key not in takes or key == "url"]
+        wrong = [key for key in config or () if key not in takes or key == "url" and module in known]
         if wrong and not any(each.kind is each.VAR_KEYWORD for each in takes.values()):
-            names = ", ".join(key for key in takes if key != "url") or "nothing"
+            names = ", ".join(key for key in takes if key != "url" or module not in known) or "nothing"
             raise BadRequest(f"The storage '{label(url)}' has no setting {wrong[0]!r:.40}; it has {names}.")
         backend = kind(*[url] * (module in known), **config or {})
         backend.exists(["0" * 64])

@@ -5,6 +5,8 @@ import re
 import pytest
 from conftest import ROOT
 
+from common.requests import BadRequest
+from shell.backends import open_backend
 from tests.support import forked
 
 WRONG = {  # what is changed in examples/my_cache.py, and the rule that is broken then
@@ -38,6 +40,20 @@ def test_a_mistake_is_caught(mistake, tmp_path):
     code, said = judged(tmp_path, source)
     assert code == 1, f"{mistake}: nobody noticed"
     assert f"AssertionError: {rule}" in said, said[-3000:]
+
+
+class Shelf(dict):
+    def __init__(self, url: str):
+        self.url = url
+
+    def exists(self, keys: list[str]) -> list[bool]:
+        return [key in self for key in keys]
+
+
+def test_a_storage_class_of_ones_own_may_have_a_setting_of_any_name():
+    assert open_backend(f"{__name__}:Shelf", dict(url="file:pages")).url == "file:pages"
+    with pytest.raises(BadRequest, match="has no setting 'path'; it has url"):
+        open_backend(f"{__name__}:Shelf", dict(path="pages"))
 
 
 def test_the_lines_of_the_readme_that_use_the_engine_from_python_run(tmp_path):
