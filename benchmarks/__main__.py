@@ -26,7 +26,6 @@ PARTS = {
     "engine": (3, "--only throughput host --model classroom --rounds 1"),
     "planned": (3, "--model classroom --histories 1024 --rounds 2"),
     "variants": (3, None),
-    "flow": (2, None),
     "outside": (13, None),
     "both_ends": (5, "--only grid --model classroom --histories 1024 --r 4 1 0.5 --share --rounds 2"),
     "tiered": (6, "--only policies match --model classroom --rounds 1"),

@@ -76,8 +76,9 @@ def change_speed(engine, slowed, lane, bandwidth: Bandwidth | None):
     """Have a link or a storage be so fast from now on, and its lane know nothing of before. What is under way ends first: it
     is no sign of the new speed."""
     lesson.settle(engine)
+    lane.settle()
+    lane.measured.passes.clear()
     slowed.bandwidth = bandwidth
-    lane.forget()
 
 
 def check_alike(model, answers: dict[str, list[list[int]]]):

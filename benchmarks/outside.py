@@ -79,7 +79,7 @@ class Bench:
 
     def submit(self, server, system: str, prompt: list[int], new: int, evict: bool = False) -> Request:
         """Ask an engine that is served. When it takes the request in, it loses all on its device, if so asked; 02, the
-        ideal, keeps it there. (A job between two steps would wait until an idle engine has measured.)"""
+        ideal, keeps it there."""
         request, engine = self.request(system, prompt, new), server.engine
         if evict and system != "02":
             self.evicting.add(request)
@@ -99,17 +99,14 @@ class Bench:
         return engine.generate([self.request(system, prompt, new)])[0]
 
 
-def served(engine, client=lambda server: None):
+def served(engine, client):
     """Step an engine here, on the thread that has loaded the weights, as the product does; `client` asks from a thread of
-    its own, once the engine is at rest -> what it returns. Those that are not answered then are cancelled."""
+    its own -> what it returns. Those that are not answered then are cancelled."""
     from shell.server import Server  # here, since only this needs Flask
 
-    server, estimates = Server(engine, None, {}), getattr(engine.behind, "estimates", None)
+    server = Server(engine, None, {})
 
     def ask():
-        until = time.monotonic() + 2.0
-        while estimates and estimates.doubtful and time.monotonic() < until:
-            time.sleep(0.05)
         try:
             return client(server)
         finally:
@@ -178,8 +175,6 @@ def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, 
         engines = bench.engines(device, tokens + len(order) * (QUESTION + ANSWER + 64), folder)
         if not grows:
             read(bench, engines, texts)
-        for engine in engines.values():
-            served(engine)  # it measures what it measures while idle
         for number in order:
             before = len(texts[number])
             if number in begun or not grows:

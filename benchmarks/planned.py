@@ -5,7 +5,7 @@
 
 TTFT of a question of 32 tokens behind a history that has left the device, over three modelled links: a layer's states take
 twice as long to transfer as to project, as long, and half as long; with a GPU, over its own. The row has what was restored,
-the plan and its bound. `lanes` and `saving` are for pictures: who was busy when.
+the plan and its bound. `at_once`: eight histories come back at the same time. `lanes` and `saving` are for pictures: who was busy when.
 """
 
 import gc
@@ -54,7 +54,8 @@ def engines_of(model, caches: dict, tokens: int):
 
 def keep(engine, history: list[int]) -> float:
     """Compute a history, and keep all of it however slow the link is -> TTFT in ms."""
-    engine.behind.cache.save_link.bandwidth, engine.behind.cache.soon = modelled_link.Bandwidth(1e15), lambda blocks: True
+    link = engine.behind.cache.save_link
+    measure.change_speed(engine, link, link, modelled_link.Bandwidth(1e15))
     return lesson.ask(engine, history).outcome.ttft_ms
 
 
@@ -119,16 +120,46 @@ def one_link(model, tokens: int, share: float, rounds: int, rng) -> dict:
     with engines_of(model, caches, tokens) as engines:
         engines["05"] = ours
         ways = compare(engines, draw(rng, model, tokens), rounds, rng, "03")
-    ttft, restored, computed = ({name: way[what] for name, way in ways.items()} for what in ("ttft_ms", "tokens", "computed_ms"))
+    ttft, restored, size, computed = ({name: way[what] for name, way in ways.items()} for what in ("ttft_ms", "tokens", "bytes", "computed_ms"))
     return dict(
-        computed_ms=min(computed.values()), ttft_ms=ttft, restored=restored, plan=plan,
+        computed_ms=min(computed.values()), ttft_ms=ttft, restored=restored, bytes=size, plan=plan,
         states_over_kv=len(model.layers) * model.config.hidden_size / model.config.kv_numbers_per_token,
         over_03={name: ratio(ttft["03"]["samples"], ttft[name]["samples"]) for name in ("04", "05")},
         predicted_ms=1e3 * planned.plan_seconds(plan, costs),
         bound_ms=1e3 * planned.bound_seconds(len(model.layers), costs))  # fmt: skip
 
 
-# 3. Who was busy when -----------------------------------------------------------------------------------------
+# 3. Eight histories at once -----------------------------------------------------------------------------------
+
+LENGTHS = [128, 128, 256, 256, 384, 512, 512, 768]  # tokens
+
+
+def at_once(model, arguments):
+    """One question about each of several histories, all at once: so a restoration always waits for the link."""
+    rng, total = random.Random(0), sum(LENGTHS)
+    histories, speed = [draw(rng, model, tokens) for tokens in LENGTHS], even_speed(model, max(LENGTHS))
+    caches = {"03": offload.HostCache(total // 16 + 64, speed), "05": planned.PlannedCache(total // 8 + 128, speed)}
+
+    def answered(engine, questions: list[list[int]]) -> dict:
+        lesson.settle(engine, "device")
+        before, once = engine.counts["bytes_in"], dict(offload_after=False)  # no question is found again
+        asked = engine.generate([Request(history + question, 1, options=once) for history, question in zip(histories, questions)])
+        return dict(ms=max(measure.ttft(asked)), new=[one.new for one in asked], bytes=engine.counts["bytes_in"] - before)
+
+    with engines_of(model, caches, total // 2 + 512) as engines:
+        for engine, history in product(engines.values(), histories):
+            keep(engine, history)
+        asks = {name: partial(answered, engine) for name, engine in engines.items()}
+        taken = measure.same_question_in_turn(asks, arguments.rounds, lambda: [draw(rng, model, QUESTION) for _ in histories])
+    measure.check_alike(model, {name: [found["new"] for found in each] for name, each in taken.items()})
+    ms = {name: [found["ms"] for found in each] for name, each in taken.items()}
+    yield dict(
+        histories=LENGTHS, bytes={name: min(found["bytes"] for found in each) for name, each in taken.items()},
+        rounds_per_second={name: spread([1e3 * len(LENGTHS) / each for each in samples]) for name, samples in ms.items()},
+        over_03=ratio(ms["03"], ms["05"]))  # fmt: skip
+
+
+# 4. Who was busy when -----------------------------------------------------------------------------------------
 
 def lanes(model, arguments, tokens: int = 1024):
     """The same question by 02 to 06, over a link on which a layer's states travel 1.2 times as long as they are projected; 06's
@@ -174,7 +205,7 @@ def saving(model, arguments, at_once: int = 16, tokens: int = 64):
 
 
 PARTS = {"ttft": (behind_histories, ["classroom", "random:long", measure.TRAINED]),
-         "lanes": (lanes, ["random:long"]), "saving": (saving, ["random:long"])}  # fmt: skip
+         "at_once": (at_once, ["random:long"]), "lanes": (lanes, ["random:long"]), "saving": (saving, ["random:long"])}  # fmt: skip
 
 
 def report(found: list[dict]) -> str:
@@ -195,7 +226,11 @@ def report(found: list[dict]) -> str:
             "**The plans** for the longest history, in layers that are recomputed (R), projected (H) and loaded (K); TTFT over "
             "what was predicted, and over the bound of all plans:", {
                 **history, **tables.across(longest, {"": "{plan:plan}; {over_predicted:n}, {over_bound:n}"}),
-            }, longest))  # fmt: skip
+            }, longest),
+        tables.table("**Eight histories at once**: what comes back, and rounds a second:", {
+            "model": "{model}", "bytes, 03": "{bytes[03]:MB}", "bytes, 05": "{bytes[05]:MB}", "03": "{rounds_per_second[03]:n}",
+            "05": "{rounds_per_second[05]:n}", "05 over 03": "{over_03:spread}",
+        }, tables.rows(found, "at_once")))  # fmt: skip
 
 
 if __name__ == "__main__":

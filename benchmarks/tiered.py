@@ -59,6 +59,14 @@ class Bench(ExitStack):
         return tiers.TieredCache(-(-on_host // PAGE), hardware.bandwidth(self.model), behind, **options)
 
 
+def slow_storage(engine, bandwidth: modelled_link.Bandwidth | None):
+    """Let storage be so fast from now on, and be known to be; None: as fast as it is."""
+    storage = engine.behind.cache.storage
+    measure.change_speed(engine, storage, storage.reader, bandwidth)
+    if bandwidth:
+        storage.measured.note(bandwidth.value, 1.0)
+
+
 def forget(engine):
     """Nothing is on the device and in host memory any more."""
     lesson.settle(engine)
@@ -163,9 +171,8 @@ def policies(model, arguments, tokens: int = 1024):
         alone = [once("computed", bench.draw(ASKED)) for _ in range(2)][-1].outcome.ttft_ms
         for r, always in itertools.product((1.0, 2.0), (True, False)):
             for _ in range(3):  # until r is within a tenth of what the row's own rounds say
-                measure.change_speed(engine, storage, storage.reader, modelled_link.Bandwidth(size / (1e-3 * r * alone)))
+                slow_storage(engine, modelled_link.Bandwidth(size / (1e-3 * r * alone)))
                 engine.behind.estimates.always, cache.timeout = always, (1e-3 * alone / 3, 0.0)  # a third of computing
-                cache.measure_storage()
                 found = list(measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 5))
                 before, alone = alone, found[-1]["ttft_ms"]["computed"]["median"]
                 if 0.9 < before / alone < 1.1:
@@ -215,23 +222,22 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
 def ask_from(bench, engine, way: str, history: list[int]) -> Request:
     """Ask something new when only that tier has the history, or none."""
     storage, link = engine.behind.cache.storage, engine.behind.cache.load_link
-    change, bandwidth = partial(measure.change_speed, engine), link.bandwidth
     lesson.settle(engine, "device")
     if not way.startswith("host"):
         forget(engine)
     if way == "computed":
         engine.behind.cache.storage = None
     elif way == SLOWER:
-        change(link, link, modelled_link.Bandwidth(bandwidth.value / 50))
+        as_it_is = link.bandwidth
+        measure.change_speed(engine, link, link, modelled_link.Bandwidth(as_it_is.value / 50))
     elif way != "host":
-        change(storage, storage.reader, modelled_link.Bandwidth(SPEEDS[way.removeprefix("storage, ")]))
-        storage.measured.note(storage.bandwidth.value, 1.0)
+        slow_storage(engine, modelled_link.Bandwidth(SPEEDS[way.removeprefix("storage, ")]))
     request = lesson.ask(engine, history + bench.draw(QUESTION), 1)
     engine.behind.cache.storage = storage
     if way == SLOWER:
-        change(link, link, bandwidth)
+        measure.change_speed(engine, link, link, as_it_is)
     elif way != "host":
-        change(storage, storage.reader, None)
+        slow_storage(engine, None)
     if way == "computed":  # what others are about to find there
         lesson.ask(engine, history + bench.draw(1), 1)
         lesson.settle(engine)

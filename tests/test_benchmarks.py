@@ -22,7 +22,7 @@ from shell import checkpoint
 from shell.modelled_link import Bandwidth
 from shell.ranks import Ranks
 from tests.support import forked
-from tools import gpu_report, headlines
+from tools import gpu_report
 
 # 1. Variants -----------------------------------------------------------------------------------
 
@@ -88,6 +88,15 @@ def test_the_naive_plan_is_the_best_without_hidden_states():
         assert plan in every and variants.planned.plan_seconds(plan, costs) == min(seconds)
 
 
+def test_of_histories_that_come_back_at_once_each_chapter_brings_all(wider, monkeypatch):
+    monkeypatch.setattr(variants.behind, "LENGTHS", [64, 128])
+    (row,) = variants.behind.at_once(wider, argparse.Namespace(rounds=2))
+    kv = 192 * wider.config.kv_numbers_per_token * wider.dtype.itemsize
+    assert row["bytes"]["03"] == kv >= row["bytes"]["05"] > 0
+    rates = [each["samples"] for each in row["rounds_per_second"].values()]
+    assert row["over_03"]["samples"] == pytest.approx([ours / theirs for theirs, ours in zip(*rates)])
+
+
 # 2. Beside other systems -----------------------------------------------------------------------
 
 SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=5, SAID=(20, 150), DOCUMENTS=8, LENGTH=80, ASKS=12, BEGINS=80,
@@ -111,8 +120,6 @@ def bench(monkeypatch):
     monkeypatch.setattr(outside, "draw", lambda rng, model, tokens: draw(rng, tokens))
     monkeypatch.setattr(estimates, "WORTH", math.inf)
     monkeypatch.setattr(restoring, "GRACE", 60.0)
-    at_rest = property(lambda estimates: False, lambda *_: None)  # no second of measuring before each window
-    monkeypatch.setattr(estimates.Estimates, "doubtful", at_rest, raising=False)
     return outside.Bench(tiny_model(kv_heads=4))
 
 
@@ -170,21 +177,20 @@ def test_a_cell_of_the_grid_says_what_was_loaded_and_how_far_the_bound_is(wider)
     assert row["over_bound"]["median"] == pytest.approx(statistics.median(over))
 
 
-def said(part: str, read, **row) -> float:
-    """-> what a claim takes a row to have exercised; 0: it says nothing."""
-    (cell,) = read("", lambda row: 1.0)([dict(claim=part, model="m", rows=[row])])
-    return cell.exercised
+def counted(part: str, read, **row) -> bool:
+    """Whether a claim takes a row to have exercised something."""
+    return bool(read("", lambda row: 1.0)([dict(claim=part, model="m", rows=[row])]))
 
 
 @pytest.mark.parametrize("hit, counts", [(18.0, True), (104.0, False)])
 def test_a_cell_whose_loading_took_no_longer_than_a_device_hit_says_nothing(hit, counts):
     row = dict(history_tokens=1024, r=1, share=1.0, loaded_chunks=8, computed_chunks=8, hit_ms=hit, ttft_ms=dict(load=90.0))
-    assert bool(said("grid", lambda label, value: claims.grid(value), **row)) == counts
+    assert counted("grid", lambda label, value: claims.grid(value), **row) == counts
 
 
 @pytest.mark.parametrize("measured, counts", [(1.8, True), (2.6, False)])
 def test_a_row_whose_storage_was_not_as_slow_as_it_says_says_nothing(measured, counts):
-    assert bool(said("policies", claims.policies, r=2.0, measured_r=measured, from_storage=dict(both_ends=0.3))) == counts
+    assert counted("policies", claims.policies, r=2.0, measured_r=measured, from_storage=dict(both_ends=0.3)) == counts
 
 
 def test_a_hit_in_host_memory_is_found_whole_also_after_a_slow_link(wider, monkeypatch):
@@ -237,7 +243,7 @@ def test_every_part_of_the_report_of_a_gpu_runs_on_the_emulated_one(monkeypatch,
     assert eager == {True, False} and [row["way"] for row in found["papers"] if "failed" in row] == ["07, direct"]
     assert {row["way"] for row in found["papers"] if "tbt_ms" in row} == {*ways, "02"} - {"hit"}
     shown = file.with_suffix(".md").read_text()
-    assert all(one.text in shown for one in headlines.HEADLINES if one.gpu[1:] and isinstance(one.gpu, tuple) and "07" not in one.gpu[0])
+    assert all(claim.text in shown for claim in claims.CLAIMS if claim.gpu[1:] and "07" not in claim.gpu[0])
     with streams.emulate("early") as gpu, gpu_report.slowed(3):
         transfer = Link("load", Clock("cuda")).copy(torch.zeros(9, device="cuda"), torch.ones(9, pin_memory=True), "nine")
         assert transfer.queue_wait() and gpu.copies == 3 * [("to the device", 36)]

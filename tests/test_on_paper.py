@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import measure, variants
-from tools import headlines, on_paper
+from benchmarks import claims, measure, variants
+from tools import on_paper
 
 planned = on_paper.planned
 SEVEN, THIRTEEN, THIRTY = on_paper.MODELS
@@ -113,35 +113,23 @@ def test_captures_ratio_grows_with_the_width_and_both_lanes_end_together():
     assert least <= min(on_paper.capture_seconds(**lanes, act=share + more) for more in (-0.01, 0.01))
 
 
-def test_each_headline_has_numbers_or_a_reason_in_every_column_and_they_follow_the_results():
-    def of(**parts) -> dict:
-        return dict(found=[dict(claim=part, model="m", rows=rows) for part, rows in parts.items()])
-
-    one, both = measure.spread, (("03", 50), ("05", 40))
-    policies = {"kv-only": dict(traffic=2.0, busy=dict(compute=0.2)), "hybrid": dict(traffic=1.0, busy=dict(compute=0.8))}
-    results = {
-        "outside-cpu": of(sessions=[dict(system=way, of_saturation=0.5, ttft_ms=dict(p50=ms)) for way, ms in both],
-                          beside=[dict(system="05", projecting=0.2, over_02=one([1.3]))], conversations=[dict(of_03={"05": one([0.8])})]),
-        "planned-cpu": of(ttft=[dict(link=headlines.EVEN, states_over_kv=0.5, over_03={"05": one([1.6])}, computed_ms=300, ttft_ms={"05": 100})]),
-        "flow-cpu": of(layers=[dict(way=way, link=headlines.LINK, bytes=size) for way, size in both], batch=[dict(way="05", rate_over_03=1.2)]),
-        "both_ends-cpu": of(grid=[dict(loaded_chunks=1, computed_chunks=1, ttft_ms=dict(both=30, compute=60, load=120))]),
-        "tiered-cpu": of(mix=[dict(at_once=number, lower=0.7, throughput=3, of_bound=0.5) for number in (1, 2)]),
-        "hybrid_blocks-cpu": of(whole=[dict(policy=way, over=over) for way, over in (("kv-only", 1.4), ("act-only", 1.1))],
-                                grid=[dict(f=1.25, policies=policies)]),
-        "engine-cpu": of(host=[dict(over_computing=0.25)])}  # fmt: skip
-    _, _, *lines = [line.strip("| ").split(" | ") for line in headlines.table(results).splitlines()]
-    texts, where, claimed, allowed, processor, gpu = zip(*lines)
-    assert processor == (*"1.25 1.60 3.00 1.25 1.30 1.20 1.25 50% 75% 50% 75% 70% 3.00".split(), "a processor has none", *"1.40 1.10 2.00 4.00 4.00".split())
-    assert [cell for cell in allowed if cell.endswith(" here")] == ["1.25 here", "1.60 here", "85% here", "6.00 here"]
-    assert all(any(map(str.isdigit, cell)) or len(cell.split()) > 3 for cell in allowed) and all(map(str.strip, gpu))
-    assert {words.split(",")[0] for words in where} == {"HCache", "Cake", "HiCache", "CAPTURE", "KV Cache CPU Offloading"}
-    assert len(set(texts)) == len(headlines.HEADLINES) and all(any(map(str.isdigit, cell)) for cell in claimed)
+def test_claims_have_their_arithmetic_beside_them_and_say_nothing_without_results():
+    table = claims.table({}, paper=on_paper)
+    assert {tuple(row[5:]) for row in table} == {("", "not run", "says nothing")}
+    assert [any(map(str.isdigit, row[3])) for row in table] == [claim.allowed is not None for claim in claims.CLAIMS]
 
 
-def test_a_headline_of_a_gpu_is_of_the_papers_size_where_that_was_asked():
+@pytest.mark.parametrize("asked, verdict", [((">=", 1.2), "met"), (("<", 1.2), "**missed** in 1 (m: 1.3)"), (None, "no target")])
+def test_a_claim_is_judged_by_its_last_cells_that_have_exercised_something(asked, verdict):
+    claim = claims.Claim("01", "", "-", asked, "engine", claims.cells("part", "{model}", lambda row: row["ratio"], lambda row: row["bytes"]))
+    found = [dict(claim="part", model=model, rows=[dict(ratio=9.0, bytes=1), dict(ratio=1.3, bytes=size)]) for model, size in (("m", 1), ("n", 0))]
+    assert claims.judged(claim, found) == ("1.3", verdict)
+
+
+def test_a_claim_on_a_gpu_is_of_the_papers_size_where_that_was_asked():
     times = dict(tinyllama=(40, 50), llama2=(30, 20))
     rows = [dict(model=f"{model}-7b" if model == "llama2" else model, history=4096, way=way, ttft_ms=measure.spread([ms]))
             for model, each in times.items() for way, ms in zip(("03", "05"), each)]  # fmt: skip
-    headline = next(one for one in headlines.HEADLINES if one.gpu == ("03", "05"))
-    assert headlines.on_gpu({"gpu-x": dict(papers=dict(rows=rows[:2]))}, headline) == "0.80 (tinyllama, 4,096)"
-    assert headlines.on_gpu({"gpu-x": dict(papers=dict(rows=rows)), "gpu-y": dict(papers=dict(rows=[]))}, headline) == "1.50 (llama2-7b, 4,096)"
+    assert claims.on_gpu({"gpu-x": dict(papers=dict(rows=rows[:2]))}, ("03", "05")) == "0.80 (tinyllama, 4,096)"
+    both = {"gpu-x": dict(papers=dict(rows=rows)), "gpu-y": dict(papers=dict(rows=[]))}
+    assert claims.on_gpu(both, ("03", "05")) == "1.50 (llama2-7b, 4,096)"

@@ -4,7 +4,7 @@
     python -m tools.gpu_report --only papers --eager   with pieces and without, in turn
     python -m tools.gpu_report --emulated              without a GPU, all but the demos on a tiny model: times mean nothing
 Each part is a process of its own, with a limit; what says most comes first. Each row is written when it is there, and the page
-begins with the papers' headlines and ends with what failed: benchmarks/results/gpu-DEVICE.json, .md."""
+begins with the claims that it has measured and ends with what failed: benchmarks/results/gpu-DEVICE.json, .md."""
 import argparse
 import gc
 import importlib
@@ -24,14 +24,14 @@ from unittest import mock
 
 import torch.nn.attention.bias  # before a device is emulated
 
-from benchmarks import both_ends, hybrid_blocks, measure, tables
+from benchmarks import both_ends, claims, hybrid_blocks, measure, tables
 from benchmarks.planned import engine_of, hidden_states, offload, paged, planned
 from benchmarks.tiered import tiers
 from common.cache import Cache
 from common.link import Link
 from common.requests import Request
 from shell import checkpoint, lesson
-from tools import headlines, report
+from tools import on_paper, report
 
 ROOT, cake, hybrid = Path(__file__).resolve().parent.parent, both_ends.both_ends, hybrid_blocks.hybrid
 QUESTION, OTHERS, SPARE = 15, 8, 256  # tokens behind a history; requests that decode beside it, and blocks for these
@@ -239,8 +239,8 @@ def page(device: str, found: dict) -> str:
                for name, job in found.items() for row in job["rows"] if "failed" in row]  # fmt: skip
     said = [f"{name}, {job['seconds']:.0f} s: {job['said']}" for name, job in found.items()]
     results = {f"gpu-{device.removeprefix('gpu-')}": found}
-    heads = [line for line in headlines.table(results).splitlines() if not line.endswith(f"{headlines.ABSENT} |")]
-    shown = "\n".join(heads), report.gpu(results), "\n\n".join(said)
+    asked = [[*row[1:4], row[6]] for row in claims.table(results, paper=on_paper) if row[6] != claims.ABSENT]
+    shown = tables.markdown([*claims.HEADER[1:4], "here"], asked), report.gpu(results), "\n\n".join(said)
     return tables.paragraphs(f"# PyTorch {torch.__version__}", *shown, "## What failed", "\n".join(failed) or "Nothing.") + "\n"
 
 

@@ -12,6 +12,7 @@ Sources: HCache, Tables 2 and 3, sections 3.2, 4.1 and 6; Cake, sections 2.3, 3 
 
 import importlib
 import math
+import statistics
 from itertools import chain, product
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ GPUS = {"7B": PLATFORMS, "13B": ("a100", "l20", "h800"), "30B": PLATFORMS}  # 13
 # CAPTURE: layers, width
 OPT = {"6.7B": (32, 4096), "13B": (40, 5120), "30B": (48, 7168), "66B": (64, 9216)}
 HOST, DEVICE, BATCH, NEW = 882e9, 24e9, 128, 128  # bytes, requests, tokens; sections V-A and V-B
+PROMPTS = 512, 1024, 1920  # tokens
 
 
 # 1. Costs, and HCache's plans ------------------------------------------------------------------
@@ -101,6 +103,21 @@ def ttft_gains(other: str, histories: list[int], new: int) -> list[float]:
     return gains
 
 
+def over_plan(plan: str) -> float:
+    """Bytes of K and V over those of a plan."""
+    return 2 * len(plan) / (plan.count("H") + 2 * plan.count("K"))
+
+
+def stored() -> list[float]:
+    """Table 3 by the closed form."""
+    return [over_plan(planned.closed_form(model.layers, on_ssds(model))) for model in MODELS]
+
+
+def copy_over_computing(tokens: int = 4096) -> float:
+    """70B on an H100, over 64 GB/s: K and V of 80 layers of 8 heads of 128 in 16 bits, over computing them."""
+    return 4 * 80 * 8 * 128 * tokens / PLATFORMS["h800"][1] / (2 * 70e9 * tokens / (SHARE_OF_PEAK * H100))
+
+
 # 2. What HCache prints: each yields titles, and (name, the paper's number or range, ours) -------
 
 def schedules():
@@ -111,8 +128,7 @@ def schedules():
         for way, plan in ("closed form", closed), ("chapter 05", best):
             yield f"{model.name}, {way}: {counts(plan)}", theirs.count("H"), plan.count("H")
         for way, plan in ("closed form", closed), (f"the printed {counts(theirs)}", theirs):
-            ratio = 2 * model.layers / (plan.count("H") + 2 * plan.count("K"))
-            yield f"{model.name}, bytes: K and V over {way}", BYTES[model.name], ratio
+            yield f"{model.name}, bytes: K and V over {way}", BYTES[model.name], over_plan(plan)
 
 
 def gains(name: str, model: Model, costs: Costs, **papers):
@@ -185,6 +201,11 @@ def less(*cell) -> tuple[float, float]:
     return 1 - both / computing, 1 - both / loading
 
 
+def both_over(way: int) -> list[float]:
+    """TTFT of both over that of computing alone (0) or of loading alone (1): 2 to 10 Gbit/s, 10 to 90 % of an A100, as in appendix C."""
+    return [1 - less(*cell)[way] for cell in product((9e3, 14e3), (2, 5, 10), (0.1, 0.5, 0.9))]
+
+
 def cake():
     yield "Equation 1: 4 times layers x width x bytes; K and V are two. Section 2.3: seconds"
     kv = 2 * 2 * 80 * 8192 / 1e6
@@ -237,6 +258,11 @@ def capture_gains(name: str, prompt: int, mixes=range(1001)) -> tuple[float, flo
     return none / best, every / best
 
 
+def capture_mean(way: int) -> list[float]:
+    """In geometric mean over models and prompts: over K and V only (0), over activations only (1)."""
+    return [statistics.geometric_mean(capture_gains(*cell)[way] for cell in product(OPT, PROMPTS))]
+
+
 def capture_traffic(name: str, requests: int, context: int = 1024) -> float:
     """Bytes of K and V over those of the best share of activations and K and V, decoding; weights left out, as in Figure 9."""
     lanes = capture_lanes(name, requests * context, requests)
@@ -259,7 +285,7 @@ def capture():
         yield f"OPT-{name}", paper, 2 * capture_ratio(name)
     yield "Figure 8. Our prompts, 512 to 1,920: over K and V only (the paper: over FlexGen), and activations only"
     for name, over_kv, over_act in ("6.7B", 2.05, 1.23), ("66B", 2.33, 1.40):
-        kv, act = zip(*(capture_gains(name, prompt) for prompt in (512, 1024, 1920)))
+        kv, act = zip(*(capture_gains(name, prompt) for prompt in PROMPTS))
         for what, paper, ours in ("K and V", over_kv, kv), ("activations", over_act, act):
             yield f"OPT-{name}, over {what} only, least of the prompts", paper, min(ours)
             yield f"OPT-{name}, over {what} only, most", paper, max(ours)
