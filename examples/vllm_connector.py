@@ -13,7 +13,7 @@ in its worker:
     attach, close                   register_kv_caches, shutdown
     a failure is computed           kv_load_failure_policy: "recompute"
 
-It leaves out whether loading is sooner than computing (`Estimates.worth`), layers that arrive one by one,
+It leaves out the decision between loading and computing (common/estimates.py), layers that arrive one by one,
 ranks, several groups of KV caches, adapters, images, and GPUs. A key names the model by path and revision:
 other weights need another path. The CPU's attention kernel packs K, so a block moves as bytes, and only to
 the same kernel and layout: the same vLLM, instruction set, dtype and block size. Written for vLLM 0.32."""
