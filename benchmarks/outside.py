@@ -48,7 +48,7 @@ class Bench:
     """A model, and one link for all engines on it."""
 
     def __init__(self, model):
-        self.model, self.rng, self.salts, self.evicting = model, random.Random(0), count(), set()
+        self.model, self.rng, self.salts = model, random.Random(0), count()
         self.prompt = partial(draw, self.rng, model)  # (tokens)
         link = hardware.bandwidth(model)
         self.bandwidth = link and link.value
@@ -67,10 +67,7 @@ class Bench:
             caches["06"] = both_ends.BidirectionalCache(
                 store.StoredChunks(both_ends.ModelledStorage(size, self.bandwidth or 1e10)))
             caches["07"] = tiers.TieredCache(behind // 2, self.bandwidth, files)
-        made = {name: engine_of(self.model, blocks, cache) for name, cache in caches.items()}
-        for engine in made.values():
-            engine.enqueue = partial(self.lose, engine)
-        return made
+        return {name: engine_of(self.model, blocks, cache) for name, cache in caches.items()}
 
     def request(self, system: str, prompt: list[int], new: int) -> Request:
         """Where there is no cache, nothing is shared."""
@@ -78,20 +75,13 @@ class Bench:
         return Request(prompt, new, options=options)
 
     def submit(self, server, system: str, prompt: list[int], new: int, evict: bool = False) -> Request:
-        """Ask an engine that is served. When it takes the request in, it loses all on its device, if so asked; 02, the
-        ideal, keeps it there."""
-        request, engine = self.request(system, prompt, new), server.engine
+        """Ask an engine that is served. If so asked, it loses all on its device before; 02, the ideal, keeps it there."""
         if evict and system != "02":
-            self.evicting.add(request)
-        engine.submit(request)
+            server.between_steps(partial(server.engine.evict, "device"))
+        request = self.request(system, prompt, new)
+        server.engine.submit(request)
         server.open.append(request)  # its end cancels it
         return request
-
-    def lose(self, engine, request: Request):
-        """Instead of `engine.enqueue`."""
-        if request in self.evicting:
-            engine.evict("device")
-        type(engine).enqueue(engine, request)
 
     def answer(self, engine, system: str, prompt: list[int], new: int) -> Request:
         """Ask when nothing is under way."""

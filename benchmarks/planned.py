@@ -66,7 +66,6 @@ def once(engine, prompt: list[int]) -> dict:
     before = engine.counts["bytes_in"]
     request = lesson.ask(engine, prompt)
     return dict(ttft_ms=request.outcome.ttft_ms, new=request.new, spans=request.timeline.as_json(),
-                projected=sum(span.lane == "compute" and span.label[:5] == "layer" for span in request.timeline.spans),
                 tokens=request.cached_tokens - request.found.get("gpu", 0),
                 bytes=engine.counts["bytes_in"] - before)
 
@@ -82,7 +81,7 @@ def compare(engines: dict, history: list[int], rounds: int, rng, base: str) -> d
     measure.check_alike(model, {name: [found["new"] for found in each] for name, each in taken.items()})
     ttft = {name: [found["ttft_ms"] for found in each] for name, each in taken.items()}
     for name, each in taken.items():
-        ways[name] |= {what: min(found[what] for found in each) for what in ("tokens", "bytes", "projected")}
+        ways[name] |= {what: min(found[what] for found in each) for what in ("tokens", "bytes")}
         ways[name] |= {"ttft_ms": spread(ttft[name]), f"ttft_over_{base}": ratio(ttft[name], ttft[base])}
     return ways
 
