@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from common.link import Link
+from common.cuda_link import Link
 from common.requests import Request
 from common.timeline import Clock
 from shell import checkpoint, cli, lesson

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks import measure, tables
 from benchmarks.measure import AS_IT_IS, draw, modelled, ratio, spread
-from common.estimates import Estimates
+from common.estimates import Estimates, machine_of
 from common.requests import Request
 from common.restoring import Restorer
 from common.store import StoredChunks
@@ -86,21 +86,18 @@ def compare(engines: dict, history: list[int], rounds: int, rng, base: str) -> d
     return ways
 
 
-def even_speed(model, tokens: int) -> float:
+def even_speed(model) -> float:
     """Bytes per second at which a layer's states travel as long as they are projected."""
-    return tokens * model.config.hidden_size * model.dtype.itemsize / modelled_link.time_projecting(model, tokens)
+    machine = machine_of(model)
+    return model.config.hidden_size * model.dtype.itemsize * machine.fastest / machine.projecting
 
 
 def planned_engine(model, tokens: int, share: float):
-    """Chapter 05 over a link on which a layer's states take `share` times as long to transfer as to project,
-    as it measures that itself: within 10 %, or after five tries as it is -> its engine, and the costs."""
-    for left in reversed(range(5)):
-        cache = planned.PlannedCache(tokens // 8 + 64, modelled(model, even_speed(model, tokens) / share))
-        engine = engine_of(model, tokens // 8 + 32, cache, always=True)
-        costs = cache.costs(0, tokens)
-        if not left or not cache.load_link.modelled or 0.9 < costs.load_states / costs.project / share < 1.1:
-            return engine, costs
-        engine.close()
+    """Chapter 05 over a link on which a layer's states take `share` times as long to transfer as to project
+    -> its engine, and the costs."""
+    cache = planned.PlannedCache(tokens // 8 + 64, modelled(model, even_speed(model) / share))
+    engine = engine_of(model, tokens // 8 + 32, cache, always=True)
+    return engine, cache.costs(0, tokens)
 
 
 # 2. Over three links ----------------------------------------------------------------------------------------
@@ -114,7 +111,7 @@ def behind_histories(model, arguments):
 
 def one_link(model, tokens: int, share: float, rounds: int, rng) -> dict:
     ours, costs = planned_engine(model, tokens, share)
-    plan, speed = ours.behind.cache.store.letters, ours.behind.cache.bandwidth
+    plan, speed = ours.behind.cache.letters, ours.behind.cache.bandwidth
     caches = {"03": offload.HostCache(tokens // 8, speed), "04": hidden_states.HiddenCache(tokens // 8 + 64, speed)}
     with engines_of(model, caches, tokens) as engines:
         engines["05"] = ours
@@ -136,7 +133,7 @@ LENGTHS = [128, 128, 256, 256, 384, 512, 512, 768]  # tokens
 def at_once(model, arguments):
     """One question about each of several histories, all at once: so a restoration always waits for the link."""
     rng, total = random.Random(0), sum(LENGTHS)
-    histories, speed = [draw(rng, model, tokens) for tokens in LENGTHS], even_speed(model, max(LENGTHS))
+    histories, speed = [draw(rng, model, tokens) for tokens in LENGTHS], even_speed(model)
     caches = {"03": offload.HostCache(total // 16 + 64, speed), "05": planned.PlannedCache(total // 8 + 128, speed)}
 
     def answered(engine, questions: list[list[int]]) -> dict:
@@ -176,7 +173,7 @@ def lanes(model, arguments, tokens: int = 1024):
         taken = measure.same_question_in_turn(asks, arguments.rounds, partial(draw, rng, model, QUESTION))
     for name, found in sorted(taken.items()):
         found.sort(key=lambda one: one["ttft_ms"])
-        ttft_ms, plan = spread([one["ttft_ms"] for one in found]), ours.behind.cache.store.letters * (name == "05")
+        ttft_ms, plan = spread([one["ttft_ms"] for one in found]), ours.behind.cache.letters * (name == "05")
         yield dict(chapter=name, history_tokens=tokens, plan=plan, ttft_ms=ttft_ms, spans=found[len(found) // 2]["spans"])
 
 
@@ -193,7 +190,7 @@ class Watched(hidden_states.HiddenCache):
 def saving(model, arguments, at_once: int = 16, tokens: int = 64):
     """So many decode at once, and their states are kept -> the spans of one of them, and of the thread that sorts."""
     rng = random.Random(0)
-    with engines_of(model, {"04": Watched(32 * at_once, modelled(model, even_speed(model, 512)))}, 256 * at_once) as engines:
+    with engines_of(model, {"04": Watched(32 * at_once, modelled(model, even_speed(model)))}, 256 * at_once) as engines:
         engine = engines["04"]
         engine.sorted = []
         one, *_ = engine.generate([Request(draw(rng, model, 64), tokens) for _ in range(at_once)])

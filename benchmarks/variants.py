@@ -129,13 +129,12 @@ class TokenWise(PlannedCache):
         super().__init__(blocks, bandwidth, plan="R" + "H" * (layers - 1))
         self.first, self.last = first, last
 
-    def make_store(self, letters):
-        """For everything: what comes back of it is what is divided."""
-        layers, side = range(1, len(letters)), self.kv.shape[-1]
+    def start_keeping(self):
+        """Keep everything: what comes back of it is what is divided."""
+        super().start_keeping()
+        layers, side = range(1, len(self.letters)), self.kv.shape[-1]
         rows = [(layer, self.width) for layer in layers] + [(layer, side) for layer in layers for _ in "KV"]
-        store = hidden_states.BlockStore(self, "tokens", self.blocks, rows)
-        store.letters = letters
-        return store
+        self.keep(self.layers, hidden_states.BlockStore(self, "tokens", self.blocks, rows))
 
     def restore(self, request, restoration, match):
         if self.first:
@@ -152,7 +151,7 @@ class TokenWise(PlannedCache):
     def order_layer(self, loading, layer):
         """Order the rows of a layer's states that are projected, and the K and V that are loaded."""
         size, numbers = self.pool.block_size, loading.blocks
-        states, *sides = (part for part, owner in zip(loading.store.parts, loading.store.layers) if owner == layer)
+        states, *sides = (part for part, owner in zip(self.store.parts, self.store.layers) if owner == layer)
         landed = torch.empty(len(numbers), *states.shape[1:], dtype=states.dtype, device=self.model.device)
         into, out_of = [], []
         for index, number in enumerate(numbers):
@@ -186,7 +185,7 @@ def divisions(model, arguments):
         ours, costs = behind.planned_engine(model, tokens, share)
         blocks, speed = ours.behind.cache.blocks, ours.behind.cache.bandwidth
         others = {"closed form": planned.closed_form(layers, costs), "naive": naive_plan(layers, costs)}
-        plans = {"05": ours.behind.cache.store.letters, **others, "04": "R" + "H" * (layers - 1), "03": "K" * layers}
+        plans = {"05": ours.behind.cache.letters, **others, "04": "R" + "H" * (layers - 1), "03": "K" * layers}
         splits = {name: token_wise(costs, layers, tokens, step)
                   for name, step in {"tokens": 1, "tokens, rounded": TILE}.items()}
         caches = {name: PlannedCache(blocks, speed, plan=letters) for name, letters in others.items()}

@@ -28,7 +28,7 @@ from benchmarks import both_ends, claims, hybrid_blocks, measure, tables
 from benchmarks.planned import engine_of, hidden_states, offload, paged, planned
 from benchmarks.tiered import tiers
 from common.cache import Cache
-from common.link import Link
+from common.cuda_link import Link
 from common.requests import Request
 from shell import checkpoint, lesson
 from tools import on_paper, report
@@ -60,8 +60,6 @@ def cell(model, make_cache, way: str, tokens: int, arguments):
     """TTFT of a question behind a history that the device has lost (`hit`: that it has). Then TBT of eight that decode while a
     short prompt is answered, and how many times as long while that question is. And what the last asking, or a step, has launched."""
     engine = engine_of(model, tokens // 16 + SPARE, make_cache(), always=True)
-    if not engine.behind.estimates.computing.passes:  # 02 loads nothing, and so measures nothing
-        engine.behind.estimates.measure_computing()
     prompt = measure.draw(random.Random(tokens), model, tokens + QUESTION)
 
     def ask(evict="", eager=False):
@@ -101,7 +99,7 @@ def tbt(engine, prompt: list[int], new: int) -> float:
 
 
 def allowed(engine, way: str, tokens: int) -> float:
-    """Seconds of TTFT by arithmetic, of what this engine has measured: the link's bytes/s, FLOP/s, and a pass's launches."""
+    """Seconds of TTFT by arithmetic, of what this engine has measured: the link's bytes/s, prefill and projection."""
     estimates, config, layers = engine.behind.estimates, engine.model.config, len(engine.model.layers)
     numbers, link = (config.hidden_size, config.kv_numbers_per_token // layers), getattr(engine.behind.cache, "load_link", None)
     speed = link.speed() if link and way[:3] != "hit" else math.inf
@@ -109,8 +107,7 @@ def allowed(engine, way: str, tokens: int) -> float:
     question, compute = (estimates.seconds_to_compute(*span) for span in ((tokens, tokens + QUESTION), (0, tokens)))
     if way[:2] == "06":
         return cake.meeting(layers * kv / STORAGE, compute)[0] + question
-    project = estimates.computing.seconds(2 * tokens * math.prod(numbers))
-    project = max(project, 0.6 * estimates.launches / layers)  # of a layer's 21 launches 13
+    project = estimates.computing.seconds(tokens * estimates.machine.projecting)
     costs = planned.LayerCosts(compute / layers, project, states / speed, kv / speed, question / layers)
     plans = {"02": "R" * layers, "04": "R" + "H" * (layers - 1), "05": planned.best_plan(layers, costs)}
     return planned.plan_seconds(plans.get(way[:2], "K" * layers), costs)
