@@ -3,7 +3,7 @@
 import logging
 import math
 import queue
-import random
+import secrets
 import sys
 import threading
 import time
@@ -116,8 +116,7 @@ class Request:
         self.prompt_tokens = len(self.tokens)
         self.timeline.began = self.received
         self.generator = torch.Generator()
-        self.seed = random.randrange(sampling.OWN, 1 << 64) if self.seed is None else self.seed
-        self.generator.manual_seed(self.seed)
+        self.generator.manual_seed(secrets.randbits(64) if self.seed is None else self.seed)
 
     @property
     def history(self) -> int:

@@ -1,13 +1,13 @@
-"""Draw the next token of each request in a step. A seed gives the same tokens whoever runs beside: noise is
-drawn as torch.multinomial does, over probabilities in falling order, and the largest p / noise wins.
-Without a seed a single point on the sum of all shares decides."""
-from collections import defaultdict
+"""Draw the next token of each request in a step.
 
-import numpy
+A request's generator gives one uniform number u per token. The token is the first at which the sum of the
+shares, in the order of token ids, reaches u times their total: the inverse of the cumulative distribution.
+Sums are in float64, so neither the order of additions nor the other requests of a step change a token."""
 import torch
+import torch.nn.functional as F
 
-RUN = 128          # tokens whose shares are added first
-OWN = 1 << 63      # seeds from here on are drawn by us: nobody can ask for the same tokens again
+RUN = 128          # tokens: sum the shares of each run first, then look into one run only
+WINDOW = 128       # likeliest tokens that are sorted: most draws need no more
 
 
 def likeliest(logits) -> list[int]:
@@ -17,85 +17,75 @@ def likeliest(logits) -> list[int]:
     return at.where(logits.gather(1, at[:, None])[:, 0].isfinite(), -1).tolist()
 
 
-def sample(requests: list, logits, tokens: list[int]) -> list[int]:
-    """The next token of each request: of `tokens`, the likeliest in its row of logits [R, V], or one drawn at
-    its temperature among the top_k likeliest, and of these among as few as have a share of top_p."""
-    alike, tokens = defaultdict(list), list(tokens)
+def sample(requests: list, logits, tokens: list[int]) -> list[int | Exception]:
+    """Replace the likeliest token of a row by a drawn one where the row's request has a temperature.
+
+    `tokens` are the likeliest tokens of logits [R, V]. top_k keeps the k likeliest tokens. top_p then keeps
+    as few of the likeliest as reach that part of their sum. Among equally likely ones the lowest ids stay.
+    Returns: a token per row, or the exception that ends its request."""
+    tokens, size, ways = list(tokens), logits.shape[1], {draw: {}, draw_among_likeliest: {}}
     for row, request in enumerate(requests):
         if request.temperature and tokens[row] >= 0:
-            draw = by_share if request.seed >= OWN else by_rank
-            draw = among_likeliest if request.top_k or request.top_p < 1 else draw
-            alike[draw, request.top_k].append(row)
-    for (draw, top_k), rows in alike.items():
-        try:
-            drawn = [*map(int, draw([requests[row] for row in rows], logits[rows], top_k))]
-        except Exception as error:      # of these alone, whatever it is: see Line.answer
-            drawn = [error] * len(rows)
-        for row, token in zip(rows, drawn):
-            tokens[row] = token
+            try:
+                u = 1 - torch.rand((), dtype=torch.double, generator=request.generator).item()
+                top_k, top_p = min(request.top_k or size, size), max(request.top_p, 1e-9)
+                way = draw_among_likeliest if top_k < size or top_p < 1 else draw
+                ways[way][row] = max(request.temperature, 1e-30), u, top_k, top_p
+            except Exception as error:
+                tokens[row] = error
+    for way, rows in ways.items():
+        if rows:
+            asked = torch.tensor([*rows.values()], dtype=torch.double).to(logits.device)            # [B, 4]
+            own = logits.index_select(0, torch.tensor([*rows]).to(logits.device)).float()           # [B, V]
+            drawn = way((own / asked[:, :1].float()).softmax(-1), *asked[:, 1:].split(1, 1))
+            for row, token in zip(rows, drawn.tolist()):
+                tokens[row] = token
     return tokens
 
 
-def cooled(requests, logits):
-    """-> logits [B, V] over the temperatures; none is so small that they overflow."""
-    temperatures = [[max(request.temperature, 1e-30)] for request in requests]
-    return logits / torch.tensor(temperatures, dtype=logits.dtype).to(logits.device)
+def draw(shares, u, *_):
+    """Draw a token from each row of shares [B, V] at its u [B, 1] in (0, 1] -> [B]."""
+    runs = F.pad(shares, (0, -shares.shape[1] % RUN)).unflatten(1, (-1, RUN))           # [B, V / RUN, RUN]
+    sums = runs.sum(-1, dtype=torch.double).cumsum(-1)                                  # [B, V / RUN]
+    points = u * sums[:, -1:]                                                           # [B, 1]
+    run = torch.searchsorted(sums, points)
+    within = runs.take_along_dim(run[..., None], 1)[:, 0].cumsum(-1, dtype=torch.double)    # [B, RUN]
+    points = (points - sums.gather(1, run) + within[:, -1:]).clamp_(min=1e-300)     # above 0: no share of 0
+    return (run * RUN + torch.searchsorted(within, points))[:, 0]
 
 
-def uniform(request, count: int):
-    """-> [count] random numbers u; -log(1 - u) is the noise of torch.multinomial."""
-    return torch.empty(count, dtype=torch.double).uniform_(generator=request.generator)
+def draw_among_likeliest(shares, u, top_k, top_p):
+    """Draw as `draw` does, but only tokens that top_k and top_p [B, 1] keep. If the WINDOW likeliest are more
+    than these, only the window is sorted; other rows are searched whole."""
+    count = min(WINDOW, shares.shape[1])
+    ids = shares.topk(count, sorted=False).indices.sort(-1).values                      # [B, WINDOW]
+    window, order = shares.gather(1, ids).sort(dim=-1, descending=True, stable=True)    # equal ones by id
+    upto, last = window.cumsum(-1, dtype=torch.double), top_k.long().clamp(max=count) - 1
+    totals = shares.sum(-1, True, dtype=torch.double).where(top_k == shares.shape[1], torch.inf)    # [B, 1]
+    totals = upto.gather(1, last).where(top_k <= count, totals)     # infinite: not known from the window
+    last = last.minimum(torch.searchsorted(upto, top_p * totals))                       # [B, 1]: a rank
+    kept = window.where(torch.arange(count, device=ids.device) <= last, 0)
+    kept = torch.zeros_like(kept).scatter_(1, order, kept)                              # in the order of ids
+    tokens = ids.gather(1, draw(kept, u)[:, None])[:, 0]
+    for row in (window.gather(1, last) == window[:, -1:])[:, 0].nonzero()[:, 0].tolist():
+        kept = shares[row]
+        if top_k[row] < len(kept):
+            kept = keep(kept, top_k[row], torch.ones_like)
+        kept = keep(kept, top_p[row] * kept.sum(dtype=torch.double), torch.positive)
+        tokens[row] = draw(kept[None], u[row, None])
+    return tokens
 
 
-def by_share(requests, logits, _):
-    """Draw from all: a point on the sum of all shares lies in a run of tokens, and there in the share of one.
-    Nothing is sorted."""
-    shares = cooled(requests, logits.float()).softmax(-1)                           # [B, V]
-    if lacking := -shares.shape[1] % RUN:
-        shares = torch.nn.functional.pad(shares, (0, lacking))
-    runs = shares.unflatten(1, (-1, RUN))                                           # [B, V / RUN, RUN]
-    sums = runs.sum(-1).cumsum(-1, dtype=torch.double)                              # [B, V / RUN]
-    points = torch.stack([uniform(request, 1) for request in requests]).to(sums) * sums[:, -1:]     # [B, 1]
-    run = torch.searchsorted(sums, points, right=True).clamp_(max=sums.shape[1] - 1)
-    within = runs.take_along_dim(run[..., None], 1)[:, 0].cumsum(-1, dtype=torch.double)            # [B, RUN]
-    points = (points - sums.gather(1, run) + within[:, -1:]).clamp_(min=0)
-    found = run * RUN + torch.searchsorted(within, points, right=True)
-    return found.clamp_(max=logits.shape[1] - 1)[:, 0].tolist()
-
-
-def by_rank(requests, logits, _):
-    """Draw from all as if they were sorted. Only a rank with less noise than each likelier one can win: about
-    ln V of them, whose logits are found by partitioning."""
-    for request, row, values in zip(requests, logits, logits.float().cpu().numpy()):
-        noise, ranks, found, rest = uniform(request, len(row)).numpy(), [len(row)], [], -values
-        while ranks[-1]:                                    # from the least likely
-            ranks.append(noise[: ranks[-1]].argmin())
-            rest = numpy.partition(rest, ranks[-1])[: ranks[-1] + 1]
-            found.append(rest[-1])
-        less = (numpy.array(found, float) - found[-1]) / max(request.temperature, 1e-30)
-        best = (numpy.exp(-less) / -numpy.log1p(-noise[ranks[1:]])).argmax()
-        equal = numpy.flatnonzero(values == -found[best])
-        yield equal[0] if len(equal) == 1 else row.topk(len(row)).indices[ranks[best + 1]]
-
-
-def among_likeliest(requests, logits, top_k, windows=(64, 1024)):
-    """Draw among the top_k likeliest; for top_p alone, in a window of the likeliest that reaches it."""
-    count = min(top_k or len(logits[0]), len(logits[0]))
-    size = min(count, *windows[:1]) if not top_k and windows else count
-    some = logits if size < count else logits[:, :1]
-    totals = cooled(requests, some - some.amax(-1, True).float()).exp_().sum(-1, True)              # [B, 1]
-    found = torch.cat([side.double() for side in (*logits.topk(size), totals)], 1).cpu()
-    best, order, totals = found.split([size, size, 1], 1)                           # [B, size], and [B, 1]
-    shares = cooled(requests, best - best[:, :1]).exp_()
-    shares /= totals if size < count else shares.sum(-1, True)
-    for row, (request, share, sums) in enumerate(zip(requests, shares, shares.cumsum(-1))):
-        if size < count and sums[-1] < request.top_p:
-            yield from among_likeliest([request], logits[row : row + 1], 0, windows[1:])
-            continue
-        share[1:][(sums - share)[1:] >= request.top_p] = 0          # the likeliest is always kept
-        rank = (share / -torch.log1p(-uniform(request, size))).argmax()
-        if size < count and request.seed < OWN:             # its numbers and ranks are those of all tokens
-            uniform(request, count - size)
-            if (best[row] == best[row, rank]).sum() + (rank == size - 1) > 1:
-                order[row] = logits[row].topk(count).indices[:size]
-        yield order[row, rank]
+def keep(shares, goal, measure):
+    """Keep the fewest shares [V], the largest first, whose `measure`s sum to goal [1]; the others become 0.
+    A radix select: sum by ten bits of the shares at a time, the highest bits first. Nothing is sorted."""
+    bits, weights, kept = shares.view(torch.int32), measure(shares).double(), shares > 1
+    for shift in 20, 10, 0:
+        digits = 1023 - (bits >> shift & 1023).long()           # [V]; 0 for the largest shares
+        upto = F.pad(weights.new_zeros(1024).scatter_add_(0, digits, weights).cumsum(0), (1, 0))
+        found = torch.searchsorted(upto, goal) - 1              # the digits of the last share that is kept
+        kept |= (digits < found) & (weights > 0)
+        goal, weights = goal - upto[found], weights.where(digits == found, 0)
+    equal = weights.nonzero()[:, 0]
+    kept[equal[weights[equal].cumsum(0) - weights[equal] < goal]] = True
+    return shares.where(kept, 0)

@@ -1,5 +1,5 @@
 """What is asked and answered: fields, messages, text with stop strings, sampling, results, the front end."""
-import random
+import itertools
 from shell.cli import answer, summary
 from types import SimpleNamespace
 
@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerFast
 
 from common import sampling
@@ -149,11 +151,12 @@ def test_a_stop_string_costs_the_new_text_only(frontend):
 
 # 3. Request and result --------------------------------------------------------------------------------------
 
-def drawn(logits, count: int = 300, **sampling) -> set[int]:
-    one, other = (Request([1], 1, seed=seed, **sampling) for seed in (5, None))
-    tokens = {one.sample(torch.tensor(logits)) for _ in range(count)}
-    assert tokens == {other.sample(torch.tensor(logits)) for _ in range(count)}, "with a seed and without"
-    return tokens
+def drawn(logits, count: int = 300, **way) -> set[int]:
+    rows = torch.tensor(logits).expand(count, -1)
+    with_seed, without = (set(sampling.sample([Request([1], 1, seed=seed, **way)] * count, rows, sampling.likeliest(rows)))
+                          for seed in (5, None))
+    assert with_seed == without
+    return without
 
 
 def test_sampling_takes_the_likeliest_or_draws_among_as_few_as_asked():
@@ -168,41 +171,55 @@ def test_sampling_takes_the_likeliest_or_draws_among_as_few_as_asked():
     assert drawn(logits, temperature=1, top_p=0) == {1} == drawn(logits, temperature=1, top_k=3, top_p=0.6)
 
 
-SEEDS = [  # seed, temperature, top_k, top_p, and what torch.multinomial draws of all logits in falling order
-    (0, 1, 0, 1.0, [496, 560, 884, 1917]), (5, 1, 0, 1.0, [87, 1400, 174, 87]),
-    (5, 10, 0, 1.0, [1937, 848, 437, 87]), (5, 0.01, 0, 1.0, [560, 560, 280, 280]),
-    (1 << 62, 2, 50, 1.0, [1745, 517, 108, 1314]), (5, 2, 1999, 1.0, [87, 1680, 997, 927]),
-    (5, 2, 50, 0.5, [431, 1917, 1960, 1874]), (5, 1, 0, 0.25, [431, 1400, 517, 108]),
-    (5, 1, 0, 0.9, [87, 1400, 174, 87]), (5, 10, 0, 0.9, [1345, 848, 437, 87]),
-    (7, 10, 0, 0.01, [560, 840, 1680, 517])]
+def expected_token(logits, request) -> int:
+    """The request's next token by a whole sort; it takes a random number from a copy of the generator."""
+    generator = torch.Generator().set_state(request.generator.get_state())
+    u = 1 - torch.rand((), dtype=torch.double, generator=generator).item()
+    shares = (logits.float() / request.temperature).softmax(-1)
+    order = sorted(range(len(shares)), key=lambda token: (-shares[token].item(), token))[: request.top_k or len(shares)]
+    upto = shares.double()[order].cumsum(0)
+    count = 1 + int((upto < request.top_p * upto[-1]).sum())
+    kept = torch.zeros(len(shares), dtype=torch.double).index_put_((torch.tensor(order[:count]),), shares.double()[order[:count]])
+    return int((kept.cumsum(0) < u * kept.sum()).sum())
 
 
-def test_a_seed_gives_the_tokens_that_it_always_gave_alone_and_beside_others():
-    logits = torch.arange(2000) * 7919 % 2003 / 100
-    alone, beside = ([Request([1], 9, temperature, top_p, top_k, seed) for seed, temperature, top_k, top_p, _ in SEEDS]
+@pytest.mark.parametrize("spread, grid", [(3, 4), (3, 1), (1e-3, 1 << 20)])  # coarse, as in 16 bits: equal ones at limits
+def test_a_seed_gives_the_same_tokens_alone_and_beside_others(spread, grid):
+    ways = [*itertools.product((0.1, 1, 8), (0, 1, 50, 199, 1000), (1.0, 0.999, 0.9, 0.1, 0))]  # temperature, top_k, top_p
+    logits = torch.randn(len(ways) + 2, 700, generator=torch.Generator().manual_seed(grid)).mul(spread * grid).round() / grid
+    logits[:, ::3], logits[-1] = float("-inf"), float("nan")
+    alone, beside = ([Request([1], 9, temperature, top_p, top_k, seed) for seed, (temperature, top_k, top_p) in enumerate(ways)]
                      for _ in range(2))
     others = [Request([1], 9, temperature) for temperature in (0, 1)]
-    for at in range(4):
-        expected = [tokens[at] for *_, tokens in SEEDS]
-        assert [request.sample(logits) for request in alone] == expected
-        rows = torch.stack([*[logits] * len(SEEDS), -logits, torch.full((2000,), float("nan"))])
-        assert sampling.sample(beside + others, rows, sampling.likeliest(rows))[:-1] == [*expected, 0]
-    order = (logits / 2).floor().topk(2000)  # equal ones, as in 16 bits, in the order of this whole sort
-    for seed, top_p in [(seed, top_p) for seed in range(9) for top_p in (1.0, 0.8, 0.2)]:
-        shares = (order.values.double() / 0.4).softmax(0)
-        shares[1:][(shares.cumsum(0) - shares)[1:] >= top_p] = 0
-        token = torch.multinomial(shares, 1, generator=torch.Generator().manual_seed(seed))
-        assert Request([1], 9, 0.4, top_p, seed=seed).sample((logits / 2).floor()) == order.indices[token]
+    for _ in range(2):
+        expected = [expected_token(row, request) for row, request in zip(logits, alone)]
+        assert [request.sample(row) for row, request in zip(logits, alone)] == expected
+        best = sampling.likeliest(logits)
+        assert sampling.sample(beside + others, logits, best) == [*expected, *best[-2:]] and best[-1] == -1
 
 
-def test_without_a_seed_each_token_has_its_share():
-    random.seed(1)
+def test_each_token_has_its_share_and_without_a_seed_no_two_answers_are_alike():
     logits, count = torch.tensor([0.5, 3.0, float("-inf"), 2.0, -1.0, 2.5]).repeat(50), 50000
-    tokens = sampling.sample([Request([1], 9, 0.8)] * count, logits.expand(count, -1), [1] * count)
+    tokens = sampling.sample([Request([1], 9, 0.8, seed=1)] * count, logits.expand(count, -1), [1] * count)
     shares = (logits / 0.8).softmax(0)
     assert ((torch.bincount(torch.tensor(tokens), minlength=300) / count - shares).abs() <= 5 * (shares / count).sqrt()).all()
     one, other = ([request.sample(torch.zeros(1000)) for _ in range(8)] for request in (Request([1], 9, 1), Request([1], 9, 1)))
     assert one != other
+
+
+@pytest.mark.parametrize("way", [dict(temperature=5, top_p=0.9), dict(temperature=1, top_k=15000), dict(temperature=1)])
+def test_no_draw_sorts_the_vocabulary(way):
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            out = function(*arguments, **options or {})
+            if function.overloadpacket in (torch.ops.aten.sort, torch.ops.aten.topk, torch.ops.aten.argsort):
+                sizes.append(max(tensor.shape[-1] for tensor in tree_leaves(out)))
+            return out
+
+    sizes, logits = [], torch.randn(2, 20000)
+    with Watch():
+        sampling.sample([Request([1], 9, **way)] * 2, logits, [1, 1])
+    assert all(size <= 1024 for size in sizes)
 
 
 @pytest.mark.parametrize("value, token", [("nan", -1), ("inf", -1), ("-inf", 1)])
