@@ -43,35 +43,10 @@ class LlamaConfig:
         return self.num_hidden_layers * 2 * self.num_key_value_heads * self.head_dim
 
 
-class Linear(nn.Module):
-    """y = x W^T + b. On a CPU many rows are multiplied with a copy of the weight in oneDNN's own layout
-    (checkpoint.reorder). A few rows only stream through the weight."""
-    FEW = 4                    # rows
-    in_parts = False           # each thread multiplies a part of the weight with them: checkpoint.load tries
+class Linear(nn.Linear):
+    """y = x W^T + b; the weights are loaded, so none are drawn. shell/linear.py has a faster one for CPUs."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, **where):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, **where))
-        self.bias = nn.Parameter(torch.empty(outputs, **where)) if bias else None
-        self.reordered = None
-
-    def forward(self, x):                                              # [T, inputs] -> [T, outputs]
-        rows, on_cpu = len(x), x.device.type == "cpu"
-        few = rows <= self.FEW and on_cpu and x.dtype == torch.float32
-        if few and self.in_parts:
-            count = math.gcd(len(self.weight), torch.get_num_threads())
-            parts = self.weight.unflatten(0, (count, -1))              # [parts, outputs / parts, inputs]
-            out = torch.bmm(parts, x.contiguous().t().expand(count, -1, -1))   # [parts, outputs / parts, T]
-            out = out.flatten(0, 1).t().contiguous()                   # [T, outputs]
-            return out if self.bias is None else out + self.bias
-        if self.reordered is not None and not few:
-            return torch.ops.mkldnn._linear_pointwise(x, self.reordered, self.bias, "none", [], "")
-        slow = x.dtype == torch.bfloat16 and rows > 8 and on_cpu
-        if slow and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            # Without the instructions these products run a hundred times slower than those in float32
-            bias = None if self.bias is None else self.bias.float()
-            return F.linear(x.float(), self.weight.float(), bias).bfloat16()
-        return F.linear(x, self.weight, self.bias)
+    def reset_parameters(self): ...
 
 
 class Rotary(nn.Module):

@@ -13,19 +13,18 @@ import ctypes
 import hashlib
 import json
 import os
-import time
 from contextlib import suppress
 from dataclasses import asdict, replace
-from itertools import accumulate
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from common.llama import Linear, Llama, LlamaConfig
+from common.llama import Llama, LlamaConfig
 from shell import random_models
 from shell.config import ModelError, read_config
+from shell.linear import speed_up
 from shell.pieces import Pieces
 
 CLASSROOM = Path(__file__).resolve().parent.parent / "models" / "classroom"
@@ -33,7 +32,6 @@ ALIASES = {"classroom": str(CLASSROOM), "tinyllama": "TinyLlama/TinyLlama-1.1B-C
 OFFLINE = "The models classroom (shipped) and random:tinyllama need no network."
 WHOLE = "Choose a whole model, in safetensors: GGUF files, adapters and pickles are not read."
 TIED = "model.embed_tokens.weight", "lm_head.weight"
-TRIED = 1 << 28  # bytes of weights, to know how a row is multiplied faster
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # A layer's part: what Hugging Face calls it, or its halves
 NAMES = {"attention_norm": ["input_layernorm"], "mlp_norm": ["post_attention_layernorm"],
@@ -97,30 +95,13 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, division):
         fill(places[key], key, tensor)
     model.digest = digest.digest()
     model.eval().requires_grad_(False)
-    if device == "cpu" and not on_host and model.dtype == torch.float32:
-        Linear.in_parts = parts_are_faster(model)
-    if device == "cuda" and not on_host and not division:  # a graph has no sums over ranks in it
+    if device == "cpu":
+        speed_up(model, copies=not on_host and 2 * weight_bytes(model) < free_host_memory())
+    elif not on_host and not division:  # a graph has no sums over ranks in it
         model.pieces = Pieces(model)
-    if not on_host and 2 * weight_bytes(model) < free_host_memory():
-        reorder(model)
     named = [tokenizer.eos_token_id, *(config.get("eos_token_id") for config in configs)]
     ends = sum((ids if isinstance(ids, list) else [ids] for ids in named), [])
     return model, tokenizer, frozenset(token for token in ends if isinstance(token, int))
-
-
-@torch.inference_mode()
-def parts_are_faster(model: Llama) -> bool:
-    """Whether this processor multiplies a row faster if each thread takes a part of the weight."""
-    linears, fastest = [module for module in model.modules() if isinstance(module, Linear)], {}
-    size = list(accumulate(linear.weight.nbytes for linear in linears))
-    linears = [linear for linear, end in zip(linears, size) if end <= max(size[0], TRIED)]
-    for Linear.in_parts in 3 * [False, True]:
-        began = time.perf_counter()
-        for linear in linears:
-            linear.forward(torch.ones(1, linear.weight.shape[1]))  # without the sums over ranks (09)
-        taken = time.perf_counter() - began
-        fastest[Linear.in_parts] = min(taken, fastest.get(Linear.in_parts, taken))
-    return fastest[True] < fastest[False]
 
 
 def pick_device(device: str) -> str:
@@ -212,13 +193,6 @@ def weights(model: Llama) -> dict[str, torch.Tensor]:
                 for name, part in zip(names, tensor.chunk(len(names))):
                     named[f"model.layers.{index}.{name}.{kind}"] = part
     return {name: tensor.detach() for name, tensor in named.items()}
-
-
-def reorder(model: torch.nn.Module):
-    """Give each linear layer a copy of its weight in oneDNN's layout, if that operator takes it here."""
-    for linear in (module for module in model.modules() if isinstance(module, Linear)):
-        with suppress(AttributeError, RuntimeError):       # no kernel for this device, or here for this dtype
-            linear.reordered = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
 
 
 def weight_bytes(model: Llama) -> int:

@@ -5,7 +5,6 @@ import json
 import math
 from collections import namedtuple
 from functools import partial
-from itertools import product
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -13,12 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, load, write_model
-from support.engines import answer, ask_and_evict, baseline, hybrid, hybrid_runner, make, tiny_model
+from support.engines import answer, ask_and_evict, baseline, hybrid, hybrid_runner, make
 
 from common.llama import Linear, attention, causal_mask, rotary_frequencies
 from shell import checkpoint, cli
 from shell.checkpoint import reference_model
 from shell.config import ModelError, read_config
+from shell.linear import FastLinear, speed_up
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=64)
@@ -131,54 +131,43 @@ def test_bfloat16_stays_near_transformers(kind, tmp_path_factory):
 
 # Products on a processor -----------------------------------------------------------------------
 
+def fast_linear(outputs: int, bias: bool, dtype, copies: bool) -> FastLinear:
+    linear = Linear(48, outputs, bias, dtype=dtype)
+    for parameter in linear.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    speed_up(linear, copies)
+    return linear
+
+
+@pytest.mark.parametrize("instructions", [False, True])  # for bfloat16
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("outputs", [30, 31], ids=["divided", "in one piece"])
 @pytest.mark.parametrize("dtype, rtol, atol", [(torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 0.1)])
 @torch.inference_mode()
-def test_a_product_is_the_product_whatever_its_layout_and_rows(bias, outputs, dtype, rtol, atol, monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    linear, x = Linear(48, outputs, bias, dtype=dtype), torch.randn(33, 48, generator=generator).to(dtype)
-    for parameter in linear.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    expected = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
+def test_a_product_is_the_product_whatever_its_layout_and_rows(bias, outputs, dtype, rtol, atol, instructions, monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: instructions)
+    x = torch.randn(33, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
     transposed = x.t().contiguous().t()
-    for reordered in (False, True) if reorders(dtype) else (False,):
-        if reordered:
-            checkpoint.reorder(linear)
-            assert linear.reordered is not None
-        for rows, in_parts in product((0, 1, 2, 3, 4, 5, 33), (False, True)):
-            monkeypatch.setattr(Linear, "in_parts", in_parts)
+    for copies in (False, True) if reorders(dtype) else (False,):
+        linear = fast_linear(outputs, bias, dtype, copies)
+        assert isinstance(linear, FastLinear) and (linear.reordered is not None) == copies
+        expected = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
+        for rows in (0, 1, 2, 3, 4, 5, 33):
             for given in (x[:rows], transposed[:rows]):
                 out = linear(given)
                 assert out.is_contiguous()
                 torch.testing.assert_close(out.double(), expected[:rows], rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("faster", [False, True])
-def test_a_few_rows_are_multiplied_the_way_that_is_faster_here(faster, monkeypatch):
-    clock, model = SimpleNamespace(now=0.0), tiny_model()
-    monkeypatch.setattr(checkpoint.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(Linear, "in_parts", not faster)
-
-    def multiply(linear, x):
-        clock.now += 1.0 if linear.in_parts == faster else 2.0
-
-    monkeypatch.setattr(Linear, "forward", multiply)
-    assert checkpoint.parts_are_faster(model) == faster
-
-
 @torch.inference_mode()
 def test_where_the_operator_is_missing_or_declines_there_is_no_copy(monkeypatch):
     declines = Mock(side_effect=RuntimeError("no kernel"))
     for broken in (SimpleNamespace(), SimpleNamespace(_reorder_linear_weight=declines)):
-        linear = Linear(48, 30, True, dtype=torch.float32)
-        for parameter in linear.parameters():
-            parameter.copy_(torch.ones(parameter.shape))
         with monkeypatch.context() as patch:
             patch.setattr(torch.ops, "mkldnn", broken)
-            checkpoint.reorder(linear)
+            linear = fast_linear(30, True, torch.float32, copies=True)
             assert linear.reordered is None
-            assert torch.equal(linear(torch.ones(9, 48)), torch.full((9, 30), 49.0))
+            assert torch.equal(linear(torch.ones(9, 48)), F.linear(torch.ones(9, 48), linear.weight, linear.bias))
 
 
 @pytest.mark.skipif(not reorders(torch.float32), reason="weights cannot be reordered here")
