@@ -136,25 +136,30 @@ def find_folder(name: str, files=("*.json", "*.jinja"), commit: str | None = Non
 
 def read_json(path: Path) -> dict:
     """-> {} where there is no such file."""
-    return dict(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    return dict(**json.loads(path.read_text(encoding="utf-8-sig"))) if path.exists() else {}
 
 
 def find_tensors(name: str, folder: Path, whole: dict) -> dict:
-    """-> name -> path of each tensor in the whole model, or else in the parts that its index names. Of a
-    model on the hub they are downloaded, if the index names no others. Raises ModelError."""
-    def check(stored):
-        for held, file in stored.items():
-            if held not in whole and not held.endswith("rotary_emb.inv_freq"):      # which Rotary computes
-                raise ModelError(f"{file} has a tensor {held}, which this model has no place for.")
-    for stored in {}, read_json(folder / "model.safetensors.index.json").get("weight_map", {}):
-        check(stored)
-        wanted = sorted(set(stored.values())) or ["model.safetensors"]
-        find_folder(name, wanted, commit=folder.name)
-        paths = [folder / file for file in wanted if (folder / file).exists()]
-        if found := {held: path for path in paths for held in read_tensor(path)}:
-            check(found)
-            return found
-    raise ModelError(f"{name} has no model.safetensors. {WHOLE}")
+    """-> name -> path of each tensor of a model: in model.safetensors, or where the index says. Ignore
+    tensors that the index places in another file. Download the files of a model on the hub, unless the index
+    names a tensor that is not in `whole`. Raises ModelError."""
+    one = "model.safetensors"
+    stored = read_json(folder / f"{one}.index.json").get("weight_map", {})
+    if one not in stored.values():
+        find_folder(name, [one], commit=folder.name)
+        if (folder / one).exists():
+            stored = dict.fromkeys(read_tensor(folder / one), one)
+    for key, file in stored.items():
+        if key not in whole and not key.endswith("rotary_emb.inv_freq"):        # which Rotary computes
+            raise ModelError(f"{folder / file} has a tensor {key}, which this model has no place for.")
+    files = sorted(set(stored.values()))
+    if files:
+        find_folder(name, files, commit=folder.name)
+    held = {file: read_tensor(folder / file) for file in files if (folder / file).exists()}
+    found = {key: folder / file for key, file in stored.items() if key in held.get(file, ())}
+    if not found:
+        raise ModelError(f"{name} has no model.safetensors. {WHOLE}")
+    return found
 
 
 def read_tokenizer(folder: Path):
@@ -163,8 +168,11 @@ def read_tokenizer(folder: Path):
         raise ModelError(f"{folder} has no tokenizer.json; AutoTokenizer of transformers, from_pretrained "
                          "and then save_pretrained, makes one of a tokenizer.model.")
     from transformers import PreTrainedTokenizerFast
-    return PreTrainedTokenizerFast.from_pretrained(
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
         str(folder), local_files_only=True, model_max_length=1 << 40)       # the context is checked elsewhere
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")    # a byte order mark
+    return tokenizer
 
 
 def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, division=None) -> Llama:
@@ -229,9 +237,16 @@ def read_tensors(names, whole: dict, found: dict, config: LlamaConfig, digest):
 
 
 def read_tensor(path: Path, name: str | None = None):
-    """A tensor of a file, or all names in it. Each time it is opened: closing it unmaps what was read."""
+    """A tensor of a file, or all names in it. The file is opened each time: closing it unmaps what was read.
+    Raises ModelError."""
     with safe_open(path, "pt") as file:
-        return file.get_tensor(name) if name else list(file.keys())
+        if name is None:
+            return list(file.keys())
+        tensor = file.get_tensor(name)
+    if tensor.dtype not in (torch.float64, *DTYPES.values()):
+        raise ModelError(f"{path}: {name} is {str(tensor.dtype)[6:]}; choose a model that is not quantized, "
+                         "with weights in 16-, 32- or 64-bit floating point.")
+    return tensor
 
 
 def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):

@@ -64,6 +64,16 @@ def truncate(folder: Path, keep: float):
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
 
 
+def convert(folder: Path, tensor: str, dtype: torch.dtype):
+    change_weights(folder / "model.safetensors", lambda t: t.update({tensor: t[tensor].to(dtype)}))
+
+
+def tied_in_float8(folder: Path):
+    change_json(folder / "config.json", tie_word_embeddings=True)
+    for name in checkpoint.TIED:
+        convert(folder, name, torch.float8_e4m3fn)
+
+
 # Models that cannot be had ---------------------------------------------------------------------
 
 Q0 = "model.layers.0.self_attn.q_proj.weight"
@@ -79,6 +89,9 @@ BROKEN = {
     ),
     "extra tensor": (
         lambda f: change_weights(f / "model.safetensors", lambda t: t.update(more=torch.zeros(2))), ["more"]),
+    **{f"weights in {kind}": (partial(convert, tensor=Q0, dtype=kind), [Q0, f"is {str(kind)[6:]};", "floating point"])
+       for kind in (torch.int8, torch.uint8, torch.int32, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64)},
+    "a tied head in float8": (tied_in_float8, ["model.embed_tokens.weight is float8_e4m3fn;"]),
     "context beyond memory": (lambda f: change_json(f / "config.json", max_position_embeddings=10**11), []),
     "config in bytes": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), ["cannot be loaded"]),
     "config that is a list": (lambda f: (f / "config.json").write_text("[]"), ["cannot be loaded"]),
@@ -137,6 +150,8 @@ def test_the_tokenizer_is_that_of_its_file_whatever_class_is_named_and_code_that
     )
     monkeypatch.setattr(builtins, "input", lambda *_: "y")
     theirs = dict(tokenizer_class="T", auto_map=dict(AutoTokenizer=[None, "code.T"]))
+    for name in "chat_template.jinja", "config.json":  # byte order marks, as some editors write them
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
     for fields in dict(tokenizer_class="LlamaTokenizerFast"), theirs:
         change_json(folder / "tokenizer_config.json", **fields)
         ours = checkpoint.read_tokenizer(folder)
@@ -252,8 +267,8 @@ def test_one_of_two_tied_tensors_is_enough(folder, kept):
 
 @pytest.mark.parametrize("dtype, options", [
     ("float32", {}), ("bfloat16", dict(max_shard_size="60KB")), ("float16", dict(tie_word_embeddings=True)),
-    ("float32", dict(attention_bias=True, mlp_bias=True)),
-], ids=["plain", "sharded", "tied", "biased"])  # fmt: skip
+    ("float32", dict(attention_bias=True, mlp_bias=True)), ("bfloat16", dict(dtype="float64")), ("float32", dict(dtype="float16")),
+], ids=["plain", "sharded", "tied", "biased", "from float64", "from float16"])  # fmt: skip
 def test_every_weight_is_that_of_the_file(dtype, options, tmp_path):
     folder = write_model(tmp_path / "model", **options)
     saved = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
@@ -266,6 +281,23 @@ def test_every_weight_is_that_of_the_file(dtype, options, tmp_path):
     assert end_tokens == {1} and tokenizer.decode(tokenizer.encode("Grüße")) == "Grüße"
     (request,) = baseline.Engine(model).generate([Request([70, 80, 90], 4)])
     assert len(request.new) == 4
+
+
+@pytest.mark.parametrize("kept", ["model-00009-of-00009.safetensors", "model.safetensors"])
+def test_a_tensor_is_taken_from_the_file_that_the_index_names(kept, tmp_path):
+    """Not from a part that has another of the same name, be it the first, the last or the whole model."""
+    folder = write_model(tmp_path / "model", max_shard_size="60KB")
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    saved = {name: load_file(folder / part)[name] for name, part in places.items()}
+    (folder / places["lm_head.weight"]).rename(folder / kept)
+    places = {name: kept if part == places["lm_head.weight"] else part for name, part in places.items()}
+    change_json(index, weight_map=places)
+    for part in set(places.values()):
+        stale = {name: torch.full_like(tensor, 9.0) for name, tensor in saved.items() if places[name] != part}
+        change_weights(folder / part, lambda tensors, stale=stale: tensors.update(stale, elsewhere=torch.ones(1)))
+    loaded = checkpoint.weights(checkpoint.load(str(folder), device="cpu")[0])
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.items())
 
 
 def test_end_tokens_come_from_all_who_name_them_and_dtype_auto_is_float32_on_a_cpu(folder):
