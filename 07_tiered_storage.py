@@ -576,7 +576,6 @@ class TieredCache(offload.HostCache):
             else:
                 self.read_l3(prefetch)
         self.send_l3()
-        self.counts["storage_errors"] = self.storage.errors if self.storage else 0
 
     def finished(self, request):
         self.note(request)
@@ -612,7 +611,7 @@ class TieredCache(offload.HostCache):
         before, writing = self.storage, set(self.writing)
         for request in (*self.engine.waiting, *self.engine.running):
             self.finished(request)  # it goes on, without what was noted for the storage before
-        self.storage = storage
+        self.storage, self.counts["storage_errors"] = storage, 0
         for known in self.coming, self.writing, self.unwritten, self.fresh:
             known.clear()
         for node in self.tree.change(self.in_storage()[0]):

@@ -85,6 +85,8 @@ class Cache:
 
     def poll(self):
         """Each step: release what is over, in order within each lane; a lane that hangs holds up no other."""
+        if self.storage:
+            self.counts["storage_errors"] = self.storage.errors
         lanes = {name: lane for name, lane in self.under_way.items() if lane}
         self.under_way = defaultdict(deque, lanes)  # without those that are empty
         for lane in lanes.values():
@@ -113,6 +115,7 @@ class Cache:
     # Optional: what each buys stands in its docstring
     fields: dict = {}  # options of a request, this chapter's own: name -> (test, words)
     pools: dict = {}  # name -> BlockPool, for the page
+    storage = None  # a Storage or StoredChunks, whose errors are counted
 
     def submitted(self, request: Request):
         """The request stands in line, its chain is made: begin to bring something nearer (07)."""

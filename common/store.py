@@ -69,6 +69,11 @@ class StoredChunks:
         """Bytes per second, of all together."""
         return sum(storage.speed() for storage in self.storages)
 
+    @property
+    def errors(self) -> int:
+        """Reads, writes and questions that failed, of all together."""
+        return sum(storage.errors for storage in self.storages)
+
     def close(self):
         for storage in self.storages:
             storage.close()
@@ -90,7 +95,7 @@ class Storage:
 
     `exists` also uses what is there, the last key first: of a chain the end is to be deleted first. A back
     end need not check what it reads: a value begins with a checksum over key and contents. For `has` it needs
-    an `index`, the keys that are there as far as it knows, and `look()`, which makes it anew.
+    an `index`, the keys that are there as far as it knows.
 
     Its answers are believed until a read fails: then that read's missing and damaged keys are doubted until
     they are written again. While it does not answer (`silent`) nobody waits for it."""
@@ -180,11 +185,10 @@ class Storage:
         return [known and key not in self.doubted for key, known in zip(keys, there, strict=True)]
 
     def read(self, keys: list[bytes], into: list[numpy.ndarray]):
-        wrong, gone = set(keys), False
+        wrong = set(keys)
         try:
             values = self.backend.get([key.hex() for key in keys])
             for key, value, place in zip(keys, values, into, strict=True):
-                gone |= value is None
                 contents = memoryview(value or b"")[4:]
                 if len(contents) == place.nbytes and checksum(key, contents) == bytes(value[:4]):
                     numpy.copyto(place, numpy.frombuffer(contents, place.dtype).reshape(place.shape))
@@ -193,8 +197,6 @@ class Storage:
                 raise Damaged(f"{len(wrong)} of {len(keys)} values are missing or damaged")
         finally:
             self.doubted |= wrong
-            if gone and hasattr(self.backend, "look"):  # others may be gone with it
-                self.backend.look()
 
     def write(self, keys: list[bytes], values: list[numpy.ndarray]) -> int:
         lacking = {}

@@ -1,45 +1,69 @@
 """Back ends of storage, and what opens them: a directory of files, Redis, a class of one's own."""
 import argparse
+import errno
+import functools
 import importlib
 import inspect
 import json
 import os
 import re
+import sys
 import tempfile
 import time
 import uuid
-import warnings
 from contextlib import suppress
 from pathlib import Path
 
 from common.requests import BadRequest
 from common.store import Storage, StoredChunks
+from shell.frontend import number
 
 PREFETCHING = "prefetch_threshold", "prefetch_timeout", "prefetch_timeout_per_1k"
 OWN_FILE = re.compile(r"[0-9a-f]{64}\.page(\.[0-9a-f]{32}\.tmp)?")
+FULL = errno.ENOSPC, errno.EDQUOT
+PAUSE = 60.0  # seconds without making room on a full file system, after that has not helped
+
+
+@functools.cache
+def say_once(words: str):
+    """Print a line to stderr, once in the life of the process."""
+    with suppress(OSError):
+        print(words, file=sys.stderr, flush=True)
 
 
 class Directory:
     """A file for each value. Processes may share it: a file appears by being renamed. Beyond `limit_gb` the
     least recently used go. A file's time says when that was, but later than all that were set here or found:
-    clocks err. Files with other names than those that are written here are left alone."""
+    clocks err. Files with other names than those that are written here are left alone.
+
+    `index`: keys of the files that are there, as far as this process knows. The next write creates a folder
+    again that has vanished. On a full file system a write makes room as if the limit were reached."""
 
     def __init__(self, url: str, limit_gb: float = 16.0):
-        self.folder, self.limit = Path(url.removeprefix("file:")).expanduser(), 1e9 * limit_gb
-        self.now, self.step, self.written = 0, 1, self.limit  # latest time, in ns; bytes since room was made
-        os.makedirs(self.folder, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self.folder) as file, suppress(OSError):  # raises if read-only
-            os.utime(file.name, ns=(0, 10**18 + 1_999_999_999))
-            self.step = max(1, 10**18 + 2 * 10**9 - os.stat(file.name).st_mtime_ns)  # what it tells apart
-        self.look()
+        """Open a folder, or create it. Raises BadRequest if that fails, or if `limit_gb` is no limit."""
+        if not number(1e-9, 1e9, (int, float))(limit_gb):
+            raise BadRequest("limit_gb, the size of all files together, must be a number from 1e-9 to 1e9.")
+        self.folder = Path(os.path.expanduser(url.removeprefix("file:")))
+        self.limit = self.written = 1e9 * limit_gb  # `written`: bytes since room was made
+        self.now, self.step, self.paused = 0, 1, 0.0  # latest time, in ns; no room is made until `paused`
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.folder) as file, suppress(OSError):
+                os.utime(file.name, ns=(0, 10**18 + 1_999_999_999))
+                self.step = max(1, 10**18 + 2 * 10**9 - os.stat(file.name).st_mtime_ns)  # what it tells apart
+            self.files()
+        except OSError as error:
+            words = f"A cache needs a folder to write in: {self.folder}: {error.strerror}."
+            raise BadRequest(words) from None
 
     def path(self, key: str) -> Path:
         return self.folder / f"{key}.page"
 
-    def look(self) -> list[tuple]:
-        """-> (time, bytes, path) of each file, the least recently used first; also of those half written."""
+    def files(self) -> list[tuple]:
+        """Make `index` anew; a folder that has vanished has no files. Returns: (time, bytes, path) of each
+        file, the least recently used first; also of those half written. Raises OSError."""
         found = []
-        for entry in os.scandir(self.folder):
+        for entry in os.scandir(self.folder) if self.folder.is_dir() else ():
             with suppress(OSError):  # others delete here; a link may lead nowhere
                 if OWN_FILE.fullmatch(entry.name) and entry.is_file():
                     found.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry)))
@@ -49,16 +73,18 @@ class Directory:
 
     def exists(self, keys: list[str]) -> list[bool]:
         latest = self.now = max(time.time_ns(), self.now + len(keys) * self.step)
-        for number, key in enumerate(keys):
+        for at, key in enumerate(keys):
             with suppress(OSError):  # gone, or another user's
-                os.utime(self.path(key), ns=(latest, latest - number * self.step))
+                os.utime(self.path(key), ns=(latest, latest - at * self.step))
         return [os.path.isfile(self.path(key)) for key in keys]
 
     def get(self, keys: list[str]) -> list[bytes | None]:
         values = [None] * len(keys)
-        for number, key in enumerate(keys):
+        for at, key in enumerate(keys):
             with suppress(OSError):  # what cannot be read is not there
-                values[number] = self.path(key).read_bytes()
+                values[at] = self.path(key).read_bytes()
+        with suppress(OSError):
+            None in values and self.files()  # others may be gone with it
         return values
 
     def set(self, keys: list[str], values: list[bytes]):
@@ -66,33 +92,53 @@ class Directory:
         failed = None
         self.make_room(sum(map(len, values)))
         for key, value in zip(keys, values, strict=True):
-            temporary = self.folder / f"{key}.page.{uuid.uuid4().hex}.tmp"
             try:
-                temporary.write_bytes(value)
-                if self.path(key).is_dir():
-                    self.path(key).rmdir()  # raises OSError if there is anything in it
-                os.replace(temporary, self.path(key))
-                self.index.add(key)
+                self.write(key, value)
             except OSError as error:
                 failed = error
-                temporary.unlink(missing_ok=True)
         self.exists(keys)
         if failed:
+            say_once(f"A write to {self.folder} has failed, and its contents are dropped: {failed.strerror}.")
             raise failed
 
-    def make_room(self, size: int):
-        """After each tenth of the limit that was written, look, and delete what is beyond nine tenths."""
-        if self.written + size > self.limit / 10:
-            found, self.written = self.look(), 0
-            full = size + sum(size for _, size, _ in found)
-            while found and full > 0.9 * self.limit:
+    def write(self, key: str, value: bytes, again: bool = True):
+        """Write a value; on a full file system make room, and write it `again`. Raises OSError."""
+        temporary = self.folder / f"{key}.page.{uuid.uuid4().hex}.tmp"
+        if not self.folder.is_dir():
+            os.makedirs(self.folder)
+            self.index = set()
+            say_once(f"{self.folder} had vanished: it is there again, and empty.")
+        try:
+            temporary.write_bytes(value)
+            if self.path(key).is_dir():
+                self.path(key).rmdir()  # raises OSError if there is anything in it
+            os.replace(temporary, self.path(key))
+            self.index.add(key)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            if not again or error.errno not in FULL or time.monotonic() < self.paused:
+                raise
+            self.paused = time.monotonic() + PAUSE
+            self.make_room(len(value), full=True)
+            self.write(key, value, again=False)
+            self.paused = 0.0
+
+    def make_room(self, size: int, full: bool = False):
+        """After each tenth of the limit that was written, look, and delete what is beyond nine tenths; if the
+        file system is `full`, what is beyond nine tenths of all files."""
+        if full or self.written + size > self.limit / 10:
+            found, self.written = self.files(), 0
+            there = sum(size for _, size, _ in found)
+            most, there = 0.9 * min(self.limit, there if full else self.limit), there + size
+            while found and there > most:
                 _, freed, path = found.pop(0)
                 try:
                     path.unlink(missing_ok=True)
                     self.index.discard(path.stem)
-                    full -= freed
+                    there -= freed
                 except OSError as error:  # others go in its place
-                    warnings.warn(f"Cannot delete a file in {self.folder}: {error.strerror}.", stacklevel=1)
+                    say_once(f"Cannot delete a file in {self.folder}: {error.strerror}.")
         self.written += size
 
 
@@ -130,10 +176,11 @@ def open_backend(url: str, config: dict | None = None):
         known = dict(file=Directory, redis=RedisBackend, rediss=RedisBackend, unix=RedisBackend)
         kind = known.get(module) or getattr(importlib.import_module(module), name)
         takes = inspect.signature(kind).parameters if config else {}
-        wrong = [key for key in config or () if key not in takes or key == "url" and module in known]
+        names = [key for key in takes if key != "url" or module not in known]
+        wrong = [key for key in config or () if key not in names]
         if wrong and not any(each.kind is each.VAR_KEYWORD for each in takes.values()):
-            names = ", ".join(key for key in takes if key != "url" or module not in known) or "nothing"
-            raise BadRequest(f"The storage '{label(url)}' has no setting {wrong[0]!r:.40}; it has {names}.")
+            words = f"has no setting {wrong[0]!r:.40}; it has {', '.join(names) or 'nothing'}."
+            raise BadRequest(f"The storage '{label(url)}' {words}")
         backend = kind(*[url] * (module in known), **config or {})
         backend.exists(["0" * 64])
         return backend
@@ -153,22 +200,18 @@ def open_storage(url: str, config: dict | None = None, bandwidth=None) -> Storag
 
 
 def configuration(text: str) -> dict:
-    """An argparse type: a JSON object, or @FILE.toml, or @FILE with JSON. No error quotes it."""
-    toml, advice = text.startswith("@") and text.endswith(".toml"), "give a JSON object, or @FILE with one"
+    """An argparse type: a JSON object, or @FILE.toml, or @FILE with JSON, in UTF-8. No error quotes it."""
+    words, parse = "give a JSON object, or @FILE with one", json.loads
     try:
         if text.startswith("@"):
-            advice = "no such file can be read: correct the path behind @"
-            text = Path(text[1:]).expanduser().read_text()
-            wrong = "the file is not TOML: write lines such as limit_gb = 4", "give a JSON object in the file"
-            advice = wrong[0 if toml else 1]
-        if toml:
-            import tomllib
-        return dict(**(tomllib if toml else json).loads(text))
-    except ImportError:
-        advice = "TOML needs Python 3.11 or newer: give a JSON object, or @FILE with one"
-    except (OSError, TypeError, ValueError, RuntimeError):
-        pass
-    raise argparse.ArgumentTypeError(advice)
+            words, file = "no such file in UTF-8 can be read: correct the path behind @", Path(text[1:])
+            text, words = file.expanduser().read_text("utf-8-sig"), "give a JSON object in the file"
+            if file.suffix == ".toml":
+                words = "TOML needs Python 3.11 or newer, and lines such as limit_gb = 4"
+                parse = importlib.import_module("tomllib").loads
+        return dict(**parse(text))
+    except (ImportError, OSError, TypeError, ValueError, RuntimeError):
+        raise argparse.ArgumentTypeError(words) from None
 
 
 def settings(config: dict | None, arguments) -> tuple[dict, list[float]]:
@@ -176,8 +219,8 @@ def settings(config: dict | None, arguments) -> tuple[dict, list[float]]:
     each 1,024 tokens, from there or from the command line. Raises BadRequest."""
     config, found = dict(config or {}), []
     for name in PREFETCHING:
-        found.append(value := config.pop(name, getattr(arguments, name)))
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1e8:
+        found.append(config.pop(name, getattr(arguments, name)))
+        if not number(0, 1e8, (int, float))(found[-1]):
             raise BadRequest(f"{name} in --storage-config must be a number from 0 to 1e8.")
     return config, found
 
@@ -190,7 +233,4 @@ def label(url: str) -> str:
 def in_directories(directories: list[Path], limit_gb: float) -> StoredChunks:
     """Return chunks in files of at most so much together. Raises BadRequest."""
     paths = dict.fromkeys(os.path.realpath(os.path.expanduser(directory)) for directory in directories)
-    try:
-        return StoredChunks(*(Storage(Directory(path, limit_gb / len(paths)), path) for path in paths))
-    except OSError as error:
-        raise BadRequest(f"--disk needs a folder to write in: {error.filename}: {error.strerror}.") from None
+    return StoredChunks(*(Storage(Directory(path, limit_gb / len(paths)), path) for path in paths))

@@ -504,7 +504,8 @@ def test_storage_is_shown_attached_and_detached_from_this_machine_only(client, f
         assert client.ask("/storage").json["storage"] is None
         assert put(dict(url=url, config=dict(limit_gb=1))).json["storage"] == url == str(cache.storage)
         for fields, words in ((dict(url="json:JSONDecoder"), "--storage at the start"), ({}, "needs url"), (dict(url=url, config=[1]), "an object"),
-                              (dict(url="redis://me:sesame@127.0.0.1:1"), "Cannot"), (dict(url="file:"), "no folder"), (dict(url=url, config=dict(limit="sesame")), "no setting 'limit'")):
+                              (dict(url="redis://me:sesame@127.0.0.1:1"), "Cannot"), (dict(url="file:"), "no folder"), (dict(url=url, config=dict(limit="sesame")), "no setting 'limit'"),
+                              (dict(url=url, config=dict(limit_gb=0)), "limit_gb"), (dict(url=url, config=dict(limit_gb=math.nan)), "limit_gb")):
             assert words in (said := put(fields).error(400)) and "sesame" not in said
         assert {"silent", "behind", "gbps"} < set(client.ask("/storage").json) and cache.storage is not None
         assert client.ask("/storage", method="DELETE").json["storage"] is cache.storage is None

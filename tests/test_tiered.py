@@ -1,9 +1,12 @@
 """Chapter 07's own: the tree, the write policies, the prefetch policies, layouts, and shared storage."""
 
+import errno
 import hashlib
 import importlib
+import math
 import os
 import random
+import shutil
 import sys
 import threading
 import time
@@ -812,6 +815,7 @@ def test_a_back_end_keeps_what_it_is_given(kind, tmp_path):
         check(f"file:{tmp_path}")
     else:
         check("tests.support.ranks:Losing", dict(rng=random.Random(0), share=0.0))
+        check("shell.backends:Directory", dict(url=str(tmp_path)))
 
 
 KEYS = [f"{number:064x}" for number in range(40)]
@@ -832,12 +836,54 @@ def test_a_write_that_failed_takes_no_room(tmp_path, monkeypatch):
     backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
     backend.set(KEYS[:5], [bytes(100)] * 5)
     with monkeypatch.context() as patch:
-        patch.setattr(backends.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+        patch.setattr(backends.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(5, "broken")))
         for _ in range(9):
             with pytest.raises(OSError):
                 backend.set(KEYS[5:6], [bytes(100)])
     backend.set(KEYS[5:8], [bytes(100)] * 3)
     assert all(backend.exists(KEYS[:8]))
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1e-300, math.nan, math.inf, 10**400, True, "4 GB", None], ids=lambda limit: f"{limit}"[:6])
+def test_what_is_no_limit_is_one_sentence_and_deletes_nothing(limit, tmp_path):
+    backends.Directory(f"file:{tmp_path}").set(KEYS, [bytes(100)] * len(KEYS))
+    for opened in backends.open_backend, backends.open_storage:
+        with pytest.raises(BadRequest, match="^limit_gb, .* must be a number from 1e-9 to 1e9.$"):
+            opened(f"file:{tmp_path}", dict(limit_gb=limit))
+    assert len(list(tmp_path.iterdir())) == len(KEYS)
+    for chapter in engines.hidden_states, engines.planned, engines.both_ends:
+        chapter.add_arguments(parser := cli.parser_for(""))
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--disk", str(tmp_path), "--disk-limit", str(limit)])
+
+
+def small_disk(monkeypatch, size: int):
+    """Let all folders be on a file system of so many bytes, of which a write that fails has taken some."""
+    write = backends.Path.write_bytes
+
+    def write_bytes(path, value):
+        room = size - sum(file.stat().st_size for file in path.parent.iterdir())
+        write(path, value[: max(0, room)])
+        if room < len(value):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(backends.Path, "write_bytes", write_bytes)
+
+
+def test_on_a_full_file_system_the_least_recently_used_go_and_where_that_is_in_vain_few(tmp_path, monkeypatch, capsys):
+    small_disk(monkeypatch, 2000)
+    backend = backends.Directory(f"file:{tmp_path}", limit_gb=1.0)
+    for key in KEYS:
+        backend.set([key], [bytes(100)])
+    assert backend.exists(KEYS[-10:]) == [True] * 10 and capsys.readouterr().err == ""
+    before = len(list(tmp_path.iterdir()))
+    for key in 9 * KEYS[:1]:
+        with pytest.raises(OSError):
+            backend.set([key], [bytes(3000)])
+    assert len(list(tmp_path.iterdir())) < before and capsys.readouterr().err.count("No space left") == 1
+    backend.set(KEYS[:9], [bytes(100)] * 9)
+    monkeypatch.setattr(backends, "PAUSE", 0.0)
+    assert all(backend.exists(KEYS[:9]))
 
 
 def test_a_directory_touches_only_what_it_writes(tmp_path):
@@ -858,7 +904,7 @@ def test_a_directory_touches_only_what_it_writes(tmp_path):
     assert others <= left and own.name not in left and len(left - others) <= 10
 
 
-def test_a_file_that_cannot_be_written_read_or_deleted_costs_no_other(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_written_read_or_deleted_costs_no_other(tmp_path, monkeypatch, capsys):
     backend = backends.Directory(f"file:{tmp_path}", limit_gb=1e-6)
     for key in KEYS[:2]:
         (tmp_path / f"{key}.page").mkdir()
@@ -866,13 +912,14 @@ def test_a_file_that_cannot_be_written_read_or_deleted_costs_no_other(tmp_path, 
     (tmp_path / f"{KEYS[3]}.page").symlink_to(f"{KEYS[3]}.page")
     with pytest.raises(OSError):
         backend.set(KEYS[:3], [bytes(100)] * 3)
-    assert backend.get(KEYS[:4]) == [None, bytes(100), bytes(100), None] and len(backend.look()) == 2
+    assert backend.get(KEYS[:4]) == [None, bytes(100), bytes(100), None] and len(backend.files()) == 2
     delete, refused = backends.Path.unlink, tmp_path / f"{KEYS[2]}.page"  # the oldest
     refuse = lambda path, **options: os.rmdir(path) if path == refused else delete(path, **options)  # noqa: E731
     monkeypatch.setattr(backends.Path, "unlink", refuse)
-    with pytest.warns(UserWarning, match="Not a directory"):
-        [backend.set([key], [bytes(100)]) for key in KEYS[4:]]
-    assert len(backend.look()) <= 10 and all(backend.exists([KEYS[2], *KEYS[-5:]]))
+    for key in KEYS[4:]:
+        backend.set([key], [bytes(100)])
+    assert capsys.readouterr().err.count("Not a directory") == 1, "said once"
+    assert len(backend.files()) <= 10 and all(backend.exists([KEYS[2], *KEYS[-5:]]))
 
 
 def cache_on(kind: str, folder, limit_gb: float):
@@ -917,6 +964,32 @@ def test_a_value_that_is_gone_makes_storage_look_what_else_is(tmp_path):
         with pytest.raises(TransferError):
             storage.get([gone], places[:1]).wait(60)
         assert [storage.has([key]) for key in keys].count(True) == 1 and not storage.silent
+
+
+@FILES
+@pytest.mark.parametrize("fault", ["vanished", "full"])
+def test_a_folder_that_vanishes_is_made_again_and_what_does_not_fit_is_counted(kind, fault, tmp_path, monkeypatch, capsys):
+    folder, rng = tmp_path / "files", random.Random(0)
+    prompts = [draw(rng, 300), draw(rng, 300)]
+    engine = make(cache_on(kind, folder, 1.0), 60)
+    ask(engine, prompts[0])
+    settle(engine)
+    if fault == "vanished":
+        shutil.rmtree(folder)
+    else:
+        small_disk(monkeypatch, 0)
+    for prompt in prompts[::-1] * 2:
+        forget(engine)
+        assert ORACLE.judge(ask(engine, prompt)) == "equal"
+        settle(engine)
+    full, said = fault == "full", capsys.readouterr().err
+    assert engine.counts["failed_restorations"] <= 1 and said.count(str(folder)) == said.count("\n") == 1
+    assert ("dropped: No space" if full else "had vanished") in said and (engine.counters()["storage_errors"] > 0) == full
+    check_pools(engine)
+    engine.close()
+    engine = make(cache_on(kind, folder, 1.0), 60)
+    assert [ask(engine, prompt).found == {} for prompt in prompts] == [False, full]
+    engine.close()
 
 
 @FILES
@@ -998,7 +1071,7 @@ def test_folders_begin_at_home_and_what_is_none_is_one_sentence(tmp_path, monkey
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "config", "loop"}
     assert backends.configuration("@~/config") == {}
     for name in "loop", "config":
-        with pytest.raises(BadRequest, match=f"^--disk needs a folder to write in: {tmp_path / name}: File exists.$"):
+        with pytest.raises(BadRequest, match=f"^A cache needs a folder to write in: {tmp_path / name}: File exists.$"):
             backends.in_directories([tmp_path / name], 1.0)
 
 
@@ -1057,9 +1130,10 @@ def test_options_of_storage_and_of_host_memory(tmp_path, capsys):
     def made(*options):
         return tiers.make_engine(engines.tiny_model(), parser.parse_args(["--gpu-blocks=40", "--link=2", *options]))
 
-    for name, text in {"config": '{"secret": "sesame"}', "a.toml": 'secret = "sesame"\nprefetch_threshold = 7\nprefetch_timeout = 3',
-                       "wrong.toml": "secret sesame", "list": '["sesame"]'}.items():  # fmt: skip
-        (tmp_path / name).write_text(text)
+    (tmp_path / "latin").write_text('{"secret": "s\u00e9same"}', "latin-1")
+    for name, text in {"config": '\ufeff{"secret": "sesame"}', "wrong.toml": "secret sesame", "list": '["sesame"]',
+                       "a.toml": '\ufeffsecret = "sesame" # \u00fc\nprefetch_threshold = 7\nprefetch_timeout = 3'}.items():  # fmt: skip
+        (tmp_path / name).write_text(text, "utf-8")
     for config in '{"secret": "sesame"}', f"@{tmp_path / 'config'}", f"@{tmp_path / 'a.toml'}":
         engine = made("--storage", f"{__name__}:Shelf", "--storage-config", config, "--hicache-ratio=1.5")
         right(engine, draw(random.Random(0), 200))
@@ -1079,8 +1153,9 @@ def test_options_of_storage_and_of_host_memory(tmp_path, capsys):
     with pytest.raises(BadRequest, match="prefetch_timeout in --storage-config must be a number from 0"):
         made("--storage-config", '{"prefetch_timeout": "long"}')
     for config, words in {
-        "sesame": "give a JSON object, or", '["sesame"]': "give a JSON object, or", "@sesame": "no such file can be read",
-        f"@{tmp_path}/list": "give a JSON object in", "@no.toml": "no such file", f"@{tmp_path}/wrong.toml": "is not TOML",
+        "sesame": "give a JSON object, or", '["sesame"]': "give a JSON object, or", "@sesame": "no such file in UTF-8 can be read",
+        f"@{tmp_path}/list": "give a JSON object in", "@no.toml": "no such file", f"@{tmp_path}/wrong.toml": "TOML needs",
+        f"@{tmp_path}/latin": "no such file in UTF-8",
         f"@{tmp_path}/a.toml": "TOML needs Python 3.11",
     }.items():  # fmt: skip
         with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
