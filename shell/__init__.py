@@ -2,7 +2,9 @@
 import atexit
 import json
 import os
+import signal
 import sys
+from contextlib import suppress
 
 # How often PyTorch's threads look for work before they sleep, read when it is imported. By default they look
 # for some ms: beside other processes that takes time from those who work (a token took 1.9 times as long).
@@ -30,7 +32,34 @@ def flush():
         os._exit(1)
 
 
+signals: list[int] = []     # that have told this process to end
+
+
+def interrupt(number: int, frame):
+    """Handle a signal as Python handles Ctrl-C, and note it: in a __del__, or where C calls Python, the
+    exception is lost."""
+    signals.append(number)
+    raise KeyboardInterrupt(number)
+
+
+def heed(*numbers: int):
+    """Let these signals interrupt this process, except those that are ignored, or handled otherwise."""
+    for number in numbers:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, interrupt)
+
+
+def check_signals():
+    """Raise the KeyboardInterrupt that was lost, if any. Call it before work that takes long."""
+    if signals:
+        raise KeyboardInterrupt(signals[0])
+
+
 sys.excepthook = tell
+say = sys.unraisablehook
+sys.unraisablehook = lambda lost: lost.exc_type is KeyboardInterrupt or say(lost)  # see `check_signals`
+with suppress(ValueError):      # on another thread than the main one
+    heed(signal.SIGINT)
 import numpy  # noqa: E402, F401  (else PyTorch does it, in C, where Ctrl-C is lost)
 
 

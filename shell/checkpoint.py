@@ -22,7 +22,7 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from common.llama import Llama, LlamaConfig
-from shell import random_models
+from shell import limits, random_models
 from shell.config import ModelError, read_config
 from shell.linear import speed_up
 from shell.pieces import Pieces
@@ -62,7 +62,8 @@ def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = F
     except Exception as error:              # the libraries raise whatever their parsers raise
         words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         hint = "the hub was not reached." if words.startswith("LocalEntryNotFoundError") else "is it whole?"
-        raise ModelError(f"{name} cannot be loaded ({words}); {hint} {OFFLINE}") from error
+        words = limits.shortage(error, {}) or f"{name} cannot be loaded ({words}); {hint} {OFFLINE}"
+        raise ModelError(words) from error
 
 
 def read_model(name: str, dtype: str, device: str, on_host: bool, division):
@@ -96,7 +97,7 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, division):
     model.digest = digest.digest()
     model.eval().requires_grad_(False)
     if device == "cpu":
-        speed_up(model, copies=not on_host and 2 * weight_bytes(model) < free_host_memory())
+        speed_up(model, copies=not on_host and 2 * weight_bytes(model) < limits.free_host_memory())
     elif not on_host and not division:  # a graph has no sums over ranks in it
         model.pieces = Pieces(model)
     named = [tokenizer.eos_token_id, *(config.get("eos_token_id") for config in configs)]
@@ -179,7 +180,7 @@ def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, di
     """Room for the weights, after a look at whether there is any."""
     config = division.config(config) if division else config
     size = weight_bytes(Llama(config, dtype, "meta"))
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else free_host_memory()
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else limits.free_host_memory()
     if size > free:
         raise ModelError(f"{name} takes {size / 1e9:.1f} GB in {str(dtype)[6:]} and {free / 1e9:.1f} GB are "
                          "free; choose a smaller model or a 16-bit --dtype.")
@@ -205,14 +206,6 @@ def weights(model: Llama) -> dict[str, torch.Tensor]:
 
 def weight_bytes(model: Llama) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
-def free_host_memory() -> float:
-    """Bytes, where the operating system tells (Linux); otherwise infinite."""
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return float("inf")
 
 
 def read_tensors(names, whole: dict, found: dict, config: LlamaConfig, digest):

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from common.requests import Request, RequestError, Result
-from shell import charts, checkpoint, end, lesson, to_json
+from shell import charts, check_signals, checkpoint, end, heed, lesson, limits, to_json
 from shell.frontend import Frontend, check_messages
 
 
@@ -58,9 +58,8 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
     add_arguments(parser)
     arguments = parser.parse_args()
 
-    def interrupt(number: int, frame):              # as with Ctrl-C, but with the status of another signal
-        raise KeyboardInterrupt(number)
-    signal.signal(signal.SIGTERM, interrupt)        # what is told to end leaves nothing behind
+    heed(signal.SIGTERM, signal.SIGHUP)             # what is told to end leaves nothing behind
+    limits.limit_threads()
     for name in "stdout", "stderr":                 # None where the shell has closed it
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="replace")        # a terminal without UTF-8 shows ?, and the answer goes on
@@ -68,10 +67,13 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
         run(doc, chapter, arguments, make_engine, demo, load)
     except BrokenPipeError:         # which `shell.tell` knows
         raise
-    except (checkpoint.ModelError, RequestError, OSError) as error:
-        sys.exit(f"{chapter}: {' '.join(str(error).split())}")         # in one line
     except KeyboardInterrupt as error:
         end(128 + (error.args or (signal.SIGINT,))[0])
+    except Exception as error:
+        words = limits.shortage(error, vars(arguments))
+        if not words and not isinstance(error, (checkpoint.ModelError, RequestError, OSError)):
+            raise
+        sys.exit(f"{chapter}: {words or ' '.join(str(error).split())}")         # in one line
 
 
 def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
@@ -95,6 +97,7 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
                 device=torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu")
 
     # 3. The demo makes its own engines; otherwise one engine serves, or answers once
+    check_signals()
     if arguments.demo:
         lesson.ROUNDS = arguments.rounds
         report, timelines = demo(model, frontend, arguments)
@@ -122,6 +125,7 @@ def answer(engine, request: Request) -> Result:
     """Step until a request is answered, and print its text as it comes. Raises the request's error."""
     engine.submit(request)
     while not request.pieces.empty() or request.outcome is None:
+        check_signals()
         if request.pieces.empty():
             engine.step()
         elif isinstance(piece := request.pieces.get(), Exception):
@@ -142,7 +146,7 @@ def blocks_that_fit(asked: int | None, useful: int, block_bytes: int, device, op
     """Return `asked` blocks, or by default the `useful` ones, at most 80 % of a GPU's free memory or 25 %
     of the host's. Raises ModelError if they do not fit."""
     on_gpu = device.type == "cuda"
-    free = torch.cuda.mem_get_info()[0] if on_gpu else checkpoint.free_host_memory()
+    free = torch.cuda.mem_get_info()[0] if on_gpu else limits.free_host_memory()
     pinned = not on_gpu and torch.cuda.is_initialized()     # the host's, beside a GPU
 
     def most(share: float) -> int:

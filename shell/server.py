@@ -26,13 +26,14 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
 from common.requests import BadRequest, HungUp, Request, RequestError, Result, Unavailable
-from shell import end, openai, to_json
+from shell import check_signals, end, openai, to_json
 from shell.frontend import PROMPT, SAMPLING, check_fields
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
 KNOWN = 26                         # conversations whose blocks the page tells apart: a letter each
 MOST = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)     # requests at a time; files need some
 SILENCE = 0.5                      # seconds between two looks of a waiting thread: closing? hung up?
+ENDINGS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 ENDING = 5.0                       # seconds from closing, after which the process ends
 SHUTTING = "The server is shutting down; ask again when it is back."
 NOT_YET = dict.fromkeys(                        # counters that an engine adds when it counts
@@ -432,7 +433,7 @@ def accept(listener: Listener, server: Server, ended: threading.Event):
 
 def serve(listener: Listener, server: Server):
     """Step on this thread, the main one, and answer on others, until a signal or error, which it raises.
-    Ctrl-C and SIGTERM interrupt no step; a second one ends the process."""
+    Ctrl-C, SIGTERM and SIGHUP interrupt no step; a second one ends the process."""
     def heed(number: int, frame):               # it takes no lock: this thread may hold it
         if server.closing:
             end(128 + number)
@@ -440,7 +441,7 @@ def serve(listener: Listener, server: Server):
 
     listener.app = make_app(server)
     gc.freeze()     # else the collector goes through the model at times, and no token comes for 0.1 s
-    handlers = {number: signal.signal(number, heed) for number in (signal.SIGINT, signal.SIGTERM)
+    handlers = {number: signal.signal(number, heed) for number in ENDINGS
                 if signal.getsignal(number) != signal.SIG_IGN}  # as a shell sets it in the background
     ended = threading.Event()
     threading.Thread(target=accept, args=(listener, server, ended), daemon=True).start()
@@ -448,6 +449,7 @@ def serve(listener: Listener, server: Server):
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     said = f"{server.info['chapter']} serves {server.info['model']} on http://{host}:{listener.port}"
     try:
+        check_signals()
         print(f"{said}   (Ctrl-C ends it)", flush=True)
         server.run()
     finally:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from support.engines import baseline
 
 from common.requests import Request
-from shell import checkpoint
+from shell import checkpoint, limits
 from shell.checkpoint import reference_model
 
 
@@ -169,7 +169,7 @@ def test_an_unknown_dtype_or_device_and_cuda_where_there_is_none_are_refused(tin
 
 @pytest.mark.parametrize("name", ["tiny_folder", "random:llama2-7b"])
 def test_a_model_too_large_for_the_memory_is_refused(name, request, monkeypatch):
-    monkeypatch.setattr(checkpoint, "free_host_memory", lambda: 1000.0)
+    monkeypatch.setattr(limits, "free_host_memory", lambda: 1000.0)
     message = refusal(request.getfixturevalue(name) if name == "tiny_folder" else name)
     assert "GB" in message and "free" in message
 

@@ -3,6 +3,7 @@ import gc
 import http.client
 import io
 import json
+import mmap
 import os
 import runpy
 import signal
@@ -12,10 +13,12 @@ import sys
 from contextlib import closing
 from unittest.mock import Mock
 
+import numpy
 import pytest
+import torch
 from conftest import ROOT
 
-from shell import server
+from shell import checkpoint, limits, server
 from tests.support.serving import TIMEOUT, eventually, sentence
 from tests.support.stub import Engine
 
@@ -56,7 +59,8 @@ def signals(monkeypatch):
 @pytest.mark.parametrize("explain", [False, True])
 def test_prompt_prints_the_answer_writes_its_numbers_and_closes_the_engine(
         monkeypatch, capsys, tiny_folder, tmp_path, explain):
-    files, closed = {name: tmp_path / name for name in ("json", "trace")}, []
+    files, closed, limited = {name: tmp_path / name for name in ("json", "trace")}, [], []
+    monkeypatch.setattr(limits, "limit_threads", lambda: limited.append(True))
     monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
     monkeypatch.setattr(sys, "stderr", sys.stdout)      # as on a terminal, where both are to be read
     said, _ = run_here(monkeypatch, capsys, "--model", tiny_folder, "--prompt", "Hello", "--max-tokens", 20,
@@ -64,6 +68,7 @@ def test_prompt_prints_the_answer_writes_its_numbers_and_closes_the_engine(
     report = json.loads(files["json"].read_text())
     engine, = closed
     request, = engine.asked
+    assert limited
     assert (request.temperature, request.max_tokens, engine.explain) == (0, 20, explain)
     before, _, rest = said.partition(report["text"] + "\n\n")
     assert {line[:5] for line in before.splitlines()} == {"KV po", *["step "] * explain} and "20 new; TTFT" in rest
@@ -143,6 +148,17 @@ def test_wrong_input_ends_with_one_clear_line_leaves_no_empty_file_and_touches_n
     assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
 
 
+@pytest.mark.parametrize("allocate", [
+    lambda *_, **__: torch.empty(1 << 50, dtype=torch.uint8), lambda *_, **__: numpy.empty(1 << 50, "u1"),
+    lambda *_, **__: mmap.mmap(-1, 1 << 50)], ids=["torch", "numpy", "mmap"])
+@pytest.mark.parametrize("where", [(Engine, "__init__"), (checkpoint, "allocate")], ids=["engine", "model"])
+def test_an_allocation_that_fails_is_one_sentence_that_says_what_to_make_smaller(monkeypatch, capsys, where, allocate):
+    monkeypatch.setattr(*where, allocate)
+    for words in ["--prompt", "Hello"], ["--demo"], ["--port", "0"]:
+        line = refused_here(monkeypatch, capsys, *TINY, *words)
+        assert line == "stub: Memory is short here; make --model smaller, or take a 16-bit --dtype."
+
+
 def test_a_port_in_use_is_told_before_the_model_is_looked_for(monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -182,10 +198,9 @@ def test_ctrl_c_while_pytorch_is_imported_ends_in_a_line(tmp_path, chapter, modu
 class Process:
     """The script in its own process, to be interrupted. stdout and stderr come in one stream."""
 
-    def __init__(self, *arguments):
-        self.process = subprocess.Popen(
-            [sys.executable, SCRIPT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=ENVIRONMENT)
+    def __init__(self, *arguments, command=(sys.executable, SCRIPT)):
+        self.process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                        env=ENVIRONMENT, cwd=ROOT)
         self.output = b""
 
     def __enter__(self):
@@ -232,7 +247,8 @@ def ask_three(process) -> list:
 
 @needs_signals
 @pytest.mark.parametrize("pause,number,status", [
-    (0.05, signal.SIGTERM, 143), (60, signal.SIGINT, 130)])     # a step that lasts longer than the server
+    (0.05, signal.SIGTERM, 143), (0.05, signal.SIGHUP, 129),
+    (60, signal.SIGINT, 130)])                  # a step that lasts longer than the server
 def test_a_server_that_is_told_to_end_tells_its_clients(pause, number, status):
     with Process(*TINY, "--port", "0", "--pause", str(pause), "--explain", "--ending", "1") as process:
         connections = ask_three(process)
@@ -252,6 +268,46 @@ def test_a_second_ctrl_c_ends_a_server_at_once():
         process.process.send_signal(signal.SIGINT)
         assert told(connections[0])
         process.interrupt()
+
+
+@needs_signals
+def test_a_hang_up_that_is_ignored_from_the_start_stays_so():
+    with Process(*TINY, "--port", "0", "--pause", "0.02", command=("nohup", sys.executable, SCRIPT)) as process:
+        connections = ask_three(process)
+        port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
+        before = health(port)["counters"]["steps"]
+        process.process.send_signal(signal.SIGHUP)
+        eventually(lambda: health(port)["counters"]["steps"] > before + 50)
+        process.interrupt(signal.SIGTERM, 143)
+        assert all(map(told, connections))
+
+
+LOSING = f"""
+import runpy, signal, sys
+from shell import checkpoint
+from tests.support.stub import Engine
+
+class Losing:
+    def __del__(self):
+        signal.raise_signal(number)
+        print("never comes here")
+
+number, name = int(sys.argv.pop()), sys.argv.pop()
+owner = Engine if name == "__init__" else checkpoint
+call = getattr(owner, name)
+setattr(owner, name, lambda *given, **more: Losing() and None or call(*given, **more))
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+
+
+@needs_signals
+@pytest.mark.parametrize("number,status,words", [
+    (signal.SIGTERM, 143, ["--port", "0", "__init__"]), (signal.SIGINT, 130, ["--prompt", "Hello", "__init__"]),
+    (signal.SIGHUP, 129, ["--demo", "read_model"])])
+def test_a_signal_whose_exception_is_lost_while_it_starts_ends_it(number, status, words):
+    with Process(*TINY, *words, str(int(number)), command=(sys.executable, "-c", LOSING)) as process:
+        process.output = process.process.communicate(timeout=TIMEOUT)[0].replace(b"KV pool: 64 blocks\n", b"")
+        assert process.process.returncode == status and process.output == b"\nInterrupted.\n"
 
 
 def told(connection) -> bool:

@@ -15,7 +15,7 @@ from conftest import TINY, load, write_model
 from support.engines import answer, ask_and_evict, baseline, hybrid, hybrid_runner, make
 
 from common.llama import Linear, attention, causal_mask, rotary_frequencies
-from shell import checkpoint, cli
+from shell import checkpoint, cli, limits
 from shell.checkpoint import reference_model
 from shell.config import ModelError, read_config
 from shell.linear import FastLinear, speed_up
@@ -175,12 +175,12 @@ def test_there_is_no_copy_where_memory_is_short(tmp_path, monkeypatch):
     folder = write_model(tmp_path / "model")
     size = checkpoint.weight_bytes(load(folder).model)
     for free, copied in ((1.9 * size, False), (2.1 * size, True)):
-        monkeypatch.setattr(checkpoint, "free_host_memory", lambda free=free: free)
+        monkeypatch.setattr(limits, "free_host_memory", lambda free=free: free)
         assert (load(folder).model.head.reordered is not None) == copied
 
 
 def test_pinned_memory_is_counted_as_the_power_of_two_that_it_takes(monkeypatch):
-    monkeypatch.setattr(checkpoint, "free_host_memory", lambda: 40.0e9)
+    monkeypatch.setattr(limits, "free_host_memory", lambda: 40.0e9)
     fitting = partial(cli.blocks_that_fit, block_bytes=1 << 20, device=torch.device("cpu"), option="--cpu-blocks")
     assert fitting(None, 1 << 20) == int(10e9) >> 20 and fitting(34_000, 1) == 34_000
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -17,7 +17,7 @@ from conftest import write_model
 from common import store
 from common.link import Transfer, TransferError
 from common.requests import Request
-from shell import checkpoint, cli, ranks
+from shell import checkpoint, cli, limits, ranks
 from tests.support import engines, forked, serving
 from tests.support import ranks as rank_tests
 
@@ -197,7 +197,7 @@ def test_host_memory_is_counted_in_what_is_kept(monkeypatch):
     ranked.add_arguments(parser)
     model = engines.tiny_model(kv_heads=1)  # 384 bytes of K and V a token, and 512 of states
     arguments = parser.parse_args(["--gpu-blocks=50", "--cpu-blocks=100", "--link=1"])
-    monkeypatch.setattr(checkpoint, "free_host_memory", lambda: 860_000.0)
+    monkeypatch.setattr(limits, "free_host_memory", lambda: 860_000.0)
     assert ranked.make_engine(model, arguments, "kv").behind.cache.host.size == 100
     with pytest.raises(checkpoint.ModelError, match="--cpu-blocks 94"):
         ranked.make_engine(model, arguments, "states")
