@@ -105,7 +105,7 @@ class Directory:
         """Write a value; on a full file system make room, and write it `again`. Raises OSError."""
         temporary = self.folder / f"{key}.page.{uuid.uuid4().hex}.tmp"
         if not self.folder.is_dir():
-            os.makedirs(self.folder)
+            os.makedirs(self.folder, exist_ok=True)
             self.index = set()
             say_once(f"{self.folder} had vanished: it is there again, and empty.")
         try:
