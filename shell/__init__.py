@@ -56,8 +56,8 @@ def check_signals():
 
 
 sys.excepthook = tell
-say = sys.unraisablehook
-sys.unraisablehook = lambda lost: lost.exc_type is KeyboardInterrupt or say(lost)  # see `check_signals`
+unraisable = sys.unraisablehook
+sys.unraisablehook = lambda lost: lost.exc_type is KeyboardInterrupt or unraisable(lost)
 with suppress(ValueError):      # on another thread than the main one
     heed(signal.SIGINT)
 import numpy  # noqa: E402, F401  (else PyTorch does it, in C, where Ctrl-C is lost)

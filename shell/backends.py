@@ -43,7 +43,7 @@ class Directory:
         """Open a folder, or create it. Raises BadRequest if that fails, or if `limit_gb` is no limit."""
         if not number(1e-9, 1e9, (int, float))(limit_gb):
             raise BadRequest("limit_gb, the size of all files together, must be a number from 1e-9 to 1e9.")
-        self.folder = Path(os.path.expanduser(url.removeprefix("file:")))
+        self.folder = Path(os.path.realpath(os.path.expanduser(url.removeprefix("file:"))))
         self.limit = self.written = 1e9 * limit_gb  # `written`: bytes since room was made
         self.now, self.step, self.paused = 0, 1, 0.0  # latest time, in ns; no room is made until `paused`
         try:

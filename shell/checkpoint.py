@@ -171,8 +171,8 @@ def read_tokenizer(folder: Path):
     from transformers import PreTrainedTokenizerFast
     tokenizer = PreTrainedTokenizerFast.from_pretrained(
         str(folder), local_files_only=True, model_max_length=1 << 40)       # the context is checked elsewhere
-    if isinstance(tokenizer.chat_template, str):
-        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")    # a byte order mark
+    if isinstance(template := tokenizer.chat_template, str):
+        tokenizer.chat_template = template.removeprefix("\ufeff")           # a file's byte order mark
     return tokenizer
 
 

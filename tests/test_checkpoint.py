@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT, write_model
+from conftest import ROOT, load, write_model
 from safetensors.torch import load_file, save_file
 from support.engines import baseline
 
@@ -172,6 +172,14 @@ def test_a_model_too_large_for_the_memory_is_refused(name, request, monkeypatch)
     monkeypatch.setattr(limits, "free_host_memory", lambda: 1000.0)
     message = refusal(request.getfixturevalue(name) if name == "tiny_folder" else name)
     assert "GB" in message and "free" in message
+
+
+def test_a_byte_order_mark_before_a_models_files_changes_nothing(tiny_folder, tmp_path):
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    for name in "config.json", "generation_config.json", "chat_template.jinja":
+        (folder / name).write_text("\ufeff" + (folder / name).read_text("utf-8"), "utf-8")
+    before, after = (load(place).encode("Hello", None) for place in (tiny_folder, folder))
+    assert before == after
 
 
 # The hub ---------------------------------------------------------------------------------------
