@@ -49,7 +49,6 @@ from shell import charts, hardware, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged = importlib.import_module("02_paged_kv")
-LONGEST_SAVE = 5.0  # seconds: a copy out holds its blocks, so none is begun that would take longer
 
 # 1. The cache ----------------------------------------------------------------------------------
 
@@ -57,6 +56,7 @@ class HostCache(Cache):
     """Full blocks are copied to host memory as they fill, and come back layer by layer."""
 
     fields = {"offload_after": (lambda value: isinstance(value, bool), "true or false")}
+    longest_save = 5.0  # seconds: a copy out holds its blocks, so none is begun that would take longer
     last_tier = True  # nothing leaves the host for a block that was used less recently
 
     def __init__(self, blocks: int, bandwidth: modelled_link.Bandwidth | float | None = None):
@@ -150,7 +150,7 @@ class HostCache(Cache):
     def save_blocks(self, request, prefixes: list) -> int:
         """Begin to copy out blocks, as far as there is room, and time -> how many."""
         size, link = self.host.block_bytes, self.save_link
-        if link.seconds(len(prefixes) * size) >= LONGEST_SAVE:  # a little says whether it is still as slow
+        if link.seconds(len(prefixes) * size) >= self.longest_save:  # a little says if it still is as slow
             prefixes = [] if self.under_way["save"] else prefixes[: -(-link.measured_from // size)]
         if not prefixes:
             return 0

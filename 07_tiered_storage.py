@@ -351,7 +351,7 @@ class TieredCache(offload.HostCache):
                 pages, dirty, places = dirty[:fits], dirty[fits:], self.host.allocate(fits)
                 copy = self.copy_out([block_of[page] for page in pages], places)
                 try:
-                    copy.wait(min(offload.LONGEST_SAVE, links.HANGING + self.save_link.seconds(0)))
+                    copy.wait(min(self.longest_save, links.HANGING + self.save_link.seconds(0)))
                     self.in_l2(pages, places)
                     self.counts["pages_written"] += fits
                 except links.TransferError:

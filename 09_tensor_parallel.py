@@ -43,13 +43,10 @@ import argparse
 import importlib
 import json
 import math
-import os
 import shell.cli as cli
-import signal
 import sys
 import tempfile
 import time
-import zlib
 from collections import deque
 from contextlib import closing
 from dataclasses import replace
@@ -69,15 +66,13 @@ from common.link import as_integers
 from common.llama import Linear
 from common.requests import Request, RequestError
 from common.restoring import Restorer
-from shell import backends, charts, checkpoint, end, hardware, lesson, modelled_link
+from shell import backends, charts, checkpoint, hardware, lesson, modelled_link
 from shell.frontend import Frontend
-from shell.ranks import ALONE, Everywhere, Ranks, join
+from shell.ranks import Everywhere, Ranks, join, of_environment
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states = importlib.import_module("04_hidden_state_cache")
 ON_ITS_WAY, FAILED, ARRIVED = range(3)
-FACTS = 256  # numbers of an agreement are a multiple of this, so that ranks that differ can say so
-LIMIT = 2.0  # seconds that nobody waits longer for a copy: well below those of a collective
 
 # 1. The model, divided -------------------------------------------------------------------------
 
@@ -130,12 +125,12 @@ class Division:
 class Shared(links.Transfer):
     """A transfer as all ranks see it: over when it is over on all of them, failed if it has failed on any."""
 
-    def __init__(self, own, cache: "Together", number):
+    issued = 0.0  # only the restoration's deadline counts: the ranks agree on that
+
+    def __init__(self, own: links.Transfer, cache: "OnRanks", number):
         self.own, self.cache, self.number, self.state = own, cache, number, ON_ITS_WAY
-        self.lane, self.label, self.bytes = own.lane, own.label, own.bytes
+        self.lane, self.label = own.lane, own.label
         self.restoration, self.last = None, False  # whose it is, and whether it brings the last layer
-        self.cancel = own.cancel
-        self.issued = 0.0  # only the restoration's deadline counts: the ranks agree on that
 
     def seen_here(self) -> int:
         if not self.own.ready:
@@ -152,19 +147,16 @@ class Shared(links.Transfer):
     def error(self) -> Exception | None:
         return links.TransferError("on a rank") if self.state == FAILED else None
 
-    def wait(self, seconds: float | None = None):
-        self.own.wait(seconds)
-
     def queue_wait(self) -> bool:
         """In the forward pass: wait for this rank's own copy (a GPU's stream does), or go on with whatever is
         there. In the last layer agree whether all ranks have all. Raises TransferError if not."""
-        cache, restoration = self.cache, self.restoration
-        ordered = self.own.error is None and self.own.queue_wait()
-        while not (ordered or self.own.ready) and time.perf_counter() < cache.until[restoration]:
-            time.sleep(1e-4)
-        if not ordered and self.seen_here() != ARRIVED:
-            cache.until[restoration] = 0.0
-        if self.last and not cache.ranks.all(cache.until[restoration] > 0):
+        until, agree = self.cache.until, self.cache.agree
+        try:
+            if not self.own.queue_wait():
+                self.own.wait(max(0.0, until[self.restoration] - time.perf_counter()))
+        except links.TransferError:
+            until[self.restoration] = 0.0
+        if self.last and not agree(until[self.restoration] > 0):
             raise links.TransferError(f"{self.label} is late on a rank")
         return True
 
@@ -172,28 +164,22 @@ class Shared(links.Transfer):
         return self.own.span() if self.own.ready else (self.own.issued, self.own.issued)
 
 
-class Together:
-    """Has the Cache of another chapter do the same on all ranks. Four calls are collective: `poll`, `idle`,
-    `Estimates.weigh`, and the `queue_wait` of a restoration's last layer."""
+class OnRanks(Cache):
+    """Put before a chapter's Cache among the bases, this has it do the same on all ranks. Three calls are
+    collective: `poll`, `agree` after a `match`, and `agree` in the `queue_wait` of a last layer."""
 
-    def __init__(self, inner: Cache, ranks: Ranks):
-        self.inner, self.ranks, inner.ranks = inner, ranks, ranks
-        inner.hold, inner.agree_on = self.hold, self.agree_on
-        self.commands: deque = deque()  # of rank 0: what all are to `command`; a Request goes as its id()
+    longest_save = math.inf  # no clock decides what is saved
+
+    def __init__(self, ranks: Ranks, *what):
+        super().__init__(*what)
+        self.ranks = ranks
+        self.commands: deque = deque()  # of rank 0, for all; a Request goes as its id()
+        self.heard: deque = deque()  # those that all ranks are to do now
         self.shared: list[Shared] = []  # those that may be under way, oldest first
         self.until = WeakKeyDictionary()  # restoration, or request in line -> its deadline here; 0: failed
-        self.done = 0  # a sum over all that was computed
 
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def attach(self, engine):
-        engine.behind.estimates.agree = self.ranks.all
-        self.inner.attach(engine)
-        if hasattr(self.inner, "load_link"):
-            link = self.inner.load_link
-            link.copy = lambda *what: self.agree_on(type(link).copy(link, *what))
-            self.inner.save_link.seconds = lambda size: 0.0  # no clock decides what is saved
+    def agree(self, fact):
+        return self.ranks.all(fact)
 
     def poll(self):
         """Agree on all that is under way, and hear what rank 0 has to say."""
@@ -206,61 +192,52 @@ class Together:
         commands = [self.commands.popleft() for _ in range(len(self.commands))]
         message = json.dumps(commands, default=id).encode() if commands else b""
         size = len(message) if self.ranks.rank == 0 else sys.maxsize  # the minimum is rank 0's
-        same = self.done + len(facts)
         # 2. What all may believe
-        own = [size, same, -same, *map(int, facts)]
-        own += [0] * (-len(own) % FACTS)
-        size, same, other, *facts = self.ranks.least(own)
-        if same != -other:
-            end(ALONE, "the ranks have not computed the same; they differ in what was not agreed")
-        facts = iter(facts)
+        size, *facts = self.ranks.least([size, *map(int, facts)])
         for (one, limit), in_time in zip(awaited, facts):
             setattr(one, limit, math.inf if in_time else 0.0)
-        for transfer, state in zip(self.shared, facts):
+        for transfer, state in zip(self.shared, facts[len(awaited) :]):
             transfer.state = state
         # 3. What follows from it
-        self.inner.poll()
-        for words in json.loads(self.ranks.tell(message, size)) if size else ():
-            self.command(*words)
+        super().poll()
+        self.heard += json.loads(self.ranks.tell(message, size)) if size else ()
 
-    def agree_on(self, transfer, number=lambda value: 0) -> Shared:
-        """Agree on a transfer, and on a `number` that its value says here."""
-        if not isinstance(transfer, Shared):
-            transfer = Shared(transfer, self, number)
-            self.shared.append(transfer)
-        return transfer
+    def agree_on(self, transfer: links.Transfer, number=lambda value: 0) -> Shared:
+        """Agree on a transfer from now on, and on a `number` that its value says here."""
+        if not hasattr(transfer, "shared"):
+            transfer.shared = Shared(transfer, self, number)
+            self.shared.append(transfer.shared)
+        return transfer.shared
 
-    def hold(self, lane: str, transfers: list, *held, **options):
-        """Release what the other Cache holds on all ranks in the same step."""
-        Cache.hold(self.inner, lane, [self.agree_on(transfer) for transfer in transfers], *held, **options)
+    def hold(self, lane, transfers, *held, **options):
+        """Release on all ranks in the same step."""
+        super().hold(lane, [self.agree_on(transfer) for transfer in transfers], *held, **options)
 
     def submitted(self, request):
         if request.patience < math.inf:
-            self.until[request] = min(request.patience, time.perf_counter() + LIMIT)
+            self.until[request] = request.patience
             request.patience = math.inf  # until poll says that it is over on a rank
-        self.inner.submitted(request)
+        super().submitted(request)
 
     def restore(self, request, restoration, match):
-        self.until[restoration] = min(restoration.deadline, time.perf_counter() + LIMIT)
+        self.until[restoration] = restoration.deadline
         restoration.deadline = math.inf  # until poll says that it is over on a rank
-        with closing(self.inner.restore(request, restoration, match)) as steps:
-            for transfer in steps:
+        with closing(super().restore(request, restoration, match)) as steps:
+            for transfer in map(self.agree_on, steps):
                 transfer.restoration = restoration
                 transfer.last = restoration.layers == len(self.model.layers) - 1
                 yield transfer
                 if not restoration.deadline:  # a pass may have gone on without a copy that was late here
                     raise links.TransferError("a copy is late on a rank")
 
-    def save(self, batch):
-        self.inner.save(batch)
-        for request, count in batch.work:
-            did = request.id, count, request.computed, request.tokens[-1], request.table
-            self.done = zlib.crc32(repr(did).encode(), self.done)
-
 
 # 3. What a rank keeps --------------------------------------------------------------------------
 
-class ColumnsCache(hidden_states.HiddenCache):
+class KVCache(OnRanks, offload.HostCache):
+    """Chapter 03's Cache: the K and V of a rank's heads."""
+
+
+class ColumnsCache(OnRanks, hidden_states.HiddenCache):
     """Chapter 04's Cache, which keeps a rank's columns of each layer's input."""
 
     @property
@@ -270,20 +247,24 @@ class ColumnsCache(hidden_states.HiddenCache):
     def save_layer(self, layer, hidden, batch):
         super().save_layer(layer, hidden.chunk(self.ranks.count, 1)[self.ranks.rank], batch)  # [T, D / n]
 
+    def copy_layer(self, loading, layer, *what):
+        super().copy_layer(loading, layer, *what)
+        self.agree_on(loading.transfers[layer])  # also before it is this layer's turn
+
     def project(self, layer, hidden, rotation, slots):
         """Gather the columns [T, D / n] of all ranks first. Layer 0's input, the embedding, is whole."""
         super().project(layer, self.ranks.gather(hidden) if layer else hidden, rotation, slots)  # [T, D]
 
 
-class PageHeadCache(offload.HostCache):
+class PageHeadCache(KVCache):
     """Chapter 03's Cache, and storage for any number of ranks: an object for each page and KV head."""
 
     threshold = 256  # tokens: fewer are not worth a prefetch (07)
     run = 64  # tokens that a read brings at once (07)
 
-    def __init__(self, blocks: int, bandwidth, storage: store.Storage, heads: range, writes: bool = True):
+    def __init__(self, ranks, blocks: int, bandwidth, storage: store.Storage, heads: range, writes=True):
         """`heads`: this rank's, of the whole model's KV heads. `writes`: no other rank writes these."""
-        super().__init__(blocks, bandwidth)
+        super().__init__(ranks, blocks, bandwidth)
         self.storage, self.heads, self.writes = storage, heads, writes
         self.coming: set = set()  # prefixes on their way from storage
         self.late = False  # a request has waited for it in vain, and nothing has come since
@@ -309,8 +290,9 @@ class PageHeadCache(offload.HostCache):
         pages = list(dropwhile(self.is_near, self.missing(request)))
         if len(pages) * self.pool.block_size >= self.threshold and not (self.late and self.under_way["ask"]):
             count = lambda there: len(list(takewhile(bool, there))) // len(self.heads)  # noqa: E731
-            request.kept = self.agree_on(self.storage.exists(self.keys(pages)), count)
-            self.hold("ask", [request.kept], then=partial(self.answered, request, pages, request.kept))
+            answer = self.storage.exists(self.keys(pages))
+            request.kept = self.agree_on(answer, count)
+            self.hold("ask", [answer], then=partial(self.answered, request, pages, request.kept))
 
     def answered(self, request, pages: list, answer: Shared, arrived: bool):
         """Read those pages that all ranks can read and that are not near, as far as there are places."""
@@ -398,7 +380,7 @@ def demo(model, frontend: Frontend, arguments):
     if ranks.rank:
         return
     # 4. Show
-    link = lesson.described(engines["states"].behind.cache.inner.load_link)  # of each rank
+    link = lesson.described(engines["states"].behind.cache.load_link)  # of each rank
     rows = lesson.table(f"TTFT behind {len(prompt)} tokens", taken, "ttft_ms", "ms")
     for row, size in zip(rows, carried.values()):
         row["bytes_over_link"] = size
@@ -442,7 +424,7 @@ def lose_a_page(model, arguments, prompt: list[int], new: int) -> list[Request]:
 def add_arguments(parser):
     offload.add_arguments(parser)
     add = parser.add_argument
-    add("--ranks", type=cli.bounded(int, 1, 64), default=2, metavar="N", help="parts of the model (2)")
+    add("--ranks", type=cli.bounded(int, 1, 64), metavar="N", help="parts of the model (2, or torchrun's)")
     add("--keep", choices=KEEPS, default="states", help="what comes back: kv, or hidden states (default)")
     add("--storage", metavar="URL", help="with --keep kv: where pages go too, a URL as in chapter 07")
 
@@ -468,13 +450,13 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
         bandwidth = modelled_link.Bandwidth(bandwidth.value * config.num_key_value_heads / whole.kv_heads)
     # 3. The Cache
     if keep == "states":
-        cache = ColumnsCache(on_host, bandwidth)
+        cache = ColumnsCache(ranks, on_host, bandwidth)
     elif arguments.storage:
         storage = store.Storage(backends.open_backend(arguments.storage))
-        cache = PageHeadCache(on_host, bandwidth, storage, whole.own_kv_heads, whole.writes)
+        cache = PageHeadCache(ranks, on_host, bandwidth, storage, whole.own_kv_heads, whole.writes)
     else:
-        cache = offload.HostCache(on_host, bandwidth) if keep == "kv" else Cache()
-    behind = Restorer(Together(cache, ranks), Estimates(arguments.always_restore))
+        cache = KVCache(ranks, on_host, bandwidth) if keep == "kv" else OnRanks(ranks)
+    behind = Restorer(cache, Estimates(arguments.always_restore))
     engine = paged.make_engine(model, options, behind)
     return engine
 
@@ -494,12 +476,11 @@ def main():
     add_arguments(parser)
     arguments = parser.parse_args()
     begin = lambda *names: load(join(arguments.ranks), *names)  # noqa: E731
-    if int(os.environ.get("RANK", 0)) == 0:
-        make = lambda *what: Everywhere(make_engine(*what))  # noqa: E731
-        return cli.main(__doc__, "09_tensor_parallel", add_arguments, make, demo, load=begin)
-    # The other ranks do the same
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        if of_environment(arguments.ranks)[0] == 0:
+            make = lambda *what: Everywhere(make_engine(*what))  # noqa: E731
+            return cli.main(__doc__, "09_tensor_parallel", add_arguments, make, demo, load=begin)
+        # The other ranks do the same
         model, tokenizer, end_tokens = begin(arguments.model, arguments.dtype, arguments.device)
         if arguments.demo:
             lesson.ROUNDS = arguments.rounds
@@ -507,7 +488,7 @@ def main():
         else:
             Everywhere(make_engine(model, arguments), tokenizer).follow()
     except (checkpoint.ModelError, RequestError, OSError) as error:
-        sys.exit(str(error))
+        sys.exit(f"09_tensor_parallel: {error}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Ranks: the processes that hold one model together. How they begin, what they tell each other, how they end.
 
-Most methods of Ranks are collective: all ranks call them, at the same point. A rank that is alone with one,
-because another has ended or hangs, ends within TIMEOUT; and none outlives the process that has started it by
-more than BEAT.
+Most methods of Ranks are collective: all ranks must call them, at the same point. When a rank has ended, the
+next collective of the others fails, and they end too; when one hangs, that takes TIMEOUT.
 """
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from common import requests
-from common.requests import Line, Request
+from common.requests import Request
 from shell import end
+from shell.checkpoint import ModelError
 from shell.frontend import Writer
 
-BEAT = 1.0          # seconds between two agreements of an idle server, and between two looks for the parent
-TIMEOUT = 5.0       # seconds that a rank waits for the others in a collective
-MEETING = 600.0     # and in `meet`: reading a model, or what rank 0 does alone, takes them different times
-ALONE = 3           # exit code of a rank that has lost another
+BEAT = 1.0          # seconds between two agreements of an idle server
+TIMEOUT = 600.0     # of a collective: reading a model, or what rank 0 does alone, takes ranks different times
+NEEDED = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"     # of torchrun's environment
 AFTER = 1.0         # seconds in which the reason of an end becomes known
 
 # 1. Collectives ---------------------------------------------------------------------------------------------
@@ -34,11 +34,15 @@ class Ranks:
     """This process among those that hold one model together."""
 
     def __init__(self, rank: int = 0, count: int = 1):
+        """Meet the other ranks. Raises ModelError."""
         self.rank, self.count, self.agreements = rank, count, 0
         if count > 1:
-            dist.init_process_group("gloo", rank=rank, world_size=count, timeout=timedelta(seconds=MEETING))
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            self.group = dist.new_group(backend=backend, timeout=timedelta(seconds=TIMEOUT))
+            try:
+                dist.init_process_group(backend, None, timedelta(seconds=TIMEOUT), count, rank)
+            except RuntimeError as error:
+                why = str(error).splitlines()[0]
+                raise ModelError(f"The ranks have not met ({why}); start all of them, by one torchrun.")
 
     def least(self, numbers: list[int]) -> list[int]:
         """Agree on the minimum over ranks of each number."""
@@ -50,6 +54,10 @@ class Ranks:
     def all(self, true: bool) -> bool:
         """Agree whether it is true on all ranks."""
         return bool(self.least([int(true)])[0])
+
+    def meet(self):
+        """Wait for all."""
+        self.least([0])
 
     def tell(self, message: bytes, size: int) -> bytes:
         """Return rank 0's message of `size` bytes."""
@@ -70,19 +78,14 @@ class Ranks:
         self.together(dist.all_gather, list(gathered), columns.contiguous())
         return gathered.transpose(0, 1).flatten(1)                                  # [n, T, D/n] -> [T, D]
 
-    def meet(self):
-        """Wait for all, up to MEETING."""
-        self.together(dist.barrier, group=dist.group.WORLD)
-
-    def together(self, collective, *arguments, group=None):
-        """Call a collective; it fails where another rank has ended or hangs, and then end too."""
+    def together(self, collective, *arguments):
+        """Call a collective. It fails when another rank has ended, or hangs; then end too."""
         if self.count > 1:
             try:
-                collective(*arguments, group=group or self.group)
-            except RuntimeError as error:
-                if "Timed out" not in str(error):   # one has ended, and `run` says how
-                    time.sleep(10 * AFTER)
-                end(ALONE, "A rank does not answer; all ranks have ended.")
+                collective(*arguments)
+            except RuntimeError:
+                time.sleep(10 * AFTER * (self.rank == 0))       # `run` may say why
+                end(int(self.rank == 0), "A rank does not answer; all ranks have ended.")
 
 
 # 2. What rank 0 is asked ------------------------------------------------------------------------------------
@@ -90,12 +93,9 @@ class Ranks:
 class Everywhere:
     """The engine of a rank, as a server sees it: what rank 0 is asked all do, at the same point."""
 
-    generate = Line.generate
-
     def __init__(self, engine, tokenizer=None):
         self.engine, self.cache, self.tokenizer = engine, engine.behind.cache, tokenizer
         self.ranks, self.closed, self.stepping = self.cache.ranks, False, False
-        self.cache.command = self.do
         self.known = WeakValueDictionary()          # id() on rank 0 -> Request
 
     def __getattr__(self, name):
@@ -154,6 +154,8 @@ class Everywhere:
                 self.engine.wake.wait(BEAT)
             self.engine.wake.clear()
             self.cache.poll()
+        while self.cache.heard:
+            self.do(*self.cache.heard.popleft())
         self.stepping = False
 
     def follow(self):
@@ -164,30 +166,41 @@ class Everywhere:
         self.ranks.meet()
 
 
-# 3. Beginning and ending ------------------------------------------------------------------------------------
+# 3. Beginning -----------------------------------------------------------------------------------------------
 
-def join(count: int) -> Ranks:
-    """Return this process's rank: the one that torchrun or rank 0 has started it as, or rank 0 of `count`."""
+def of_environment(asked: int | None) -> tuple[int, int]:
+    """Return this process's rank and the number of ranks: as torchrun says in the environment, or rank 0 of
+    `asked`, by default 2. Raises ModelError if the environment does not say all, or contradicts `asked`."""
+    given = {name: os.environ[name] for name in (*NEEDED, "LOCAL_RANK") if name in os.environ}
+    if not given:
+        return 0, asked or 2
+    try:
+        rank, count, port = (int(given[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        local, host = int(given.get("LOCAL_RANK", rank)), given["MASTER_ADDR"]
+        right = host and 0 < port < 1 << 16 and min(rank, local) >= 0 and max(rank, local) < count
+    except (KeyError, ValueError):
+        right = False
+    if not right or asked not in (None, count):
+        words = [f"{name}={value}" for name, value in given.items()] + [f"--ranks {asked}"] * bool(asked)
+        raise ModelError(f"Ranks cannot start from {', '.join(words)}: torchrun sets {', '.join(NEEDED)}, as "
+                         f"--ranks says; start all by it, or unset {', '.join(given)}.")
+    return rank, count
+
+
+def join(asked: int | None) -> Ranks:
+    """Return this process's rank: the one that torchrun or rank 0 has started it as, or rank 0 of `asked`.
+    Raises ModelError."""
+    rank, count = of_environment(asked)
     if "RANK" not in os.environ:
         start(count)
-    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rank:
-        parent = int(os.environ.get("RANK_PARENT", os.getppid()))
-        threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     if (gpu := int(os.environ.get("LOCAL_RANK", rank))) < torch.cuda.device_count():
         torch.cuda.set_device(gpu)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     ranks = Ranks(rank, count)
     if rank:        # an exception ends it without waiting for PyTorch's threads, which may abort
         sys.excepthook = lambda *error: end(1, "".join(traceback.format_exception(*error)).rstrip())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)    # Ctrl-C is rank 0's, which tells the others
     return ranks
-
-
-def end_with(parent: int):
-    """On a thread of another rank: end when the process is gone that has started this one."""
-    while os.getppid() == parent:
-        time.sleep(BEAT)
-    os._exit(ALONE)
 
 
 def start(count: int):
@@ -196,18 +209,18 @@ def start(count: int):
         port = free.getsockname()[1]
     torch.set_num_threads(max(1, torch.get_num_threads() // count))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE=str(count),
-                      RANK_PARENT=str(os.getpid()), OMP_NUM_THREADS=str(torch.get_num_threads()))
+                      OMP_NUM_THREADS=str(torch.get_num_threads()))
     for rank in range(1, count):
         threading.Thread(target=run, args=(rank, {**os.environ, "RANK": str(rank)}), daemon=True).start()
 
 
 def run(rank: int, environment: dict):
-    """On a thread of rank 0: run another rank, and when it has ended badly, say so, and end."""
+    """On a thread of rank 0: run another rank, and when it has failed, say how, and end."""
     output = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
     command = [sys.executable, *sys.orig_argv[1:]]
     done = subprocess.run(command, env=environment, start_new_session=True, **output)   # Ctrl-C is rank 0's
-    if (code := done.returncode) not in (0, ALONE):
+    if code := done.returncode:
         time.sleep(AFTER)           # rank 0 may have the same to say
         last = done.stderr.strip().rpartition("\n")[2]
         how = f"was killed by signal {-code}" if code < 0 else f"has ended ({last})"
-        end(ALONE, f"Rank {rank} {how}; so have all.")
+        end(1, f"Rank {rank} {how}; so have all.")

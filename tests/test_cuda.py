@@ -33,8 +33,8 @@ TESTED = {
 TESTED |= {
     "8 bits": lambda blocks: engines.both_ends.BidirectionalCache(engines.modelled(blocks), bits=8),
     "write_back": lambda blocks: tiered(blocks, "wait_complete", "write_back"),
-    "ranked": lambda blocks: ranked.Together(ranked.offload.HostCache(4 * blocks), Ranks()),
-    "ranked, hidden": lambda blocks: ranked.Together(ranked.ColumnsCache(4 * blocks, None), Ranks()),
+    "ranked": lambda blocks: ranked.KVCache(Ranks(), 4 * blocks),
+    "ranked, hidden": lambda blocks: ranked.ColumnsCache(Ranks(), 4 * blocks, None),
     "hybrid": None,
 }
 EXACT = [cache for cache in TESTED if cache != "8 bits"]

@@ -190,7 +190,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(chapter, monk
     model = tiny_model(0, 4, on_host=True) if chapter in engines.RUNNERS else tiny_model()
     monkeypatch.setattr(model.embedding, "data", model.embedding.data.clone())
     model.embedding.data[SICK] = float("nan")
-    together = ranked.Together(engines.offload.HostCache(64, engines.BANDWIDTH), ranked.Ranks())
+    together = ranked.KVCache(ranked.Ranks(), 64, engines.BANDWIDTH)
     engine = engines.baseline.Engine(model) if chapter == "01" else make(together if chapter == "09" else chapter)
     prompts = [[token % SICK for token in draw(random.Random(seed), 40)] for seed in range(4)]
     ways = [dict(), dict(temperature=1.0, seed=3), dict(), dict(temperature=0.5, top_k=9, seed=4)]

@@ -48,7 +48,7 @@ WRONG = [  # chapter, what is in it, what a student writes instead, of what the 
     ("08", "        if kv_copy:\n            arrive(kv_copy)\n", "", "not waited for"),
     ("09", '"o_proj" in name or "down_proj" in name', '"down_proj" in name', "do not make up the model"),
     ("09", "FAILED if self.own.error is not None else ARRIVED +", "ARRIVED +", "a copy that failed has not arrived"),
-    ("09", "if self.last and not cache.ranks.all(cache.until[restoration] > 0):", "if cache.until[restoration] == 0:",
+    ("09", "if self.last and not agree(until[self.restoration] > 0):", "if until[self.restoration] == 0:",
      "behind the last layer"),
 ]  # fmt: skip
 

@@ -250,7 +250,7 @@ def test_of_a_copy_out_that_would_hold_its_blocks_too_long_only_a_part_is_begun(
     monkeypatch.setattr(cache.save_link, "measured_from", 2 * cache.host.block_bytes)
     ask(engine, PROMPT)
     assert engine.counts["swap_outs"] == 2 and cache.save_link.seconds(0) > 20, "to learn how fast it is"
-    monkeypatch.setattr(offload, "LONGEST_SAVE", 1e6)
+    monkeypatch.setattr(offload.HostCache, "longest_save", 1e6)
     ask(engine, PROMPT)
     assert engine.counts["swap_outs"] == 6
     engine.close()

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 from functools import partial
 from types import SimpleNamespace
@@ -107,24 +108,24 @@ def test_what_does_not_divide_and_too_few_gpus_are_refused_in_a_sentence(monkeyp
 # 3. Agreement ----------------------------------------------------------------------------------
 
 def test_what_is_held_is_released_when_the_ranks_have_agreed():
-    engine = engines.make(ranked.Together(ranked.offload.HostCache(64, engines.BANDWIDTH), ranks.Ranks()))
+    engine = engines.make(ranked.KVCache(ranks.Ranks(), 64, engines.BANDWIDTH))
     (block,) = engine.pool.allocate(1)
     transfer = Transfer("load", "a copy", 0)
     transfer.finish(0.0, 0.0)
-    engine.behind.cache.inner.hold("load", [transfer], (engine.pool, [block]))
-    engine.behind.cache.inner.poll()
+    engine.behind.cache.hold("load", [transfer], (engine.pool, [block]))
+    ranked.Cache.poll(engine.behind.cache)
     assert engine.pool.references[block] == 2, "another rank may not see it yet"
     engine.behind.cache.poll()
     assert engine.pool.references[block] == 1
 
 
 def test_what_a_rank_knows_and_what_all_learn_behind_the_last_layer():
-    engine, copies = engines.make(cache := ranked.Together(ranked.offload.HostCache(64, 1e9), ranks.Ranks())), []
+    engine, copies = engines.make(cache := ranked.KVCache(ranks.Ranks(), 64, 1e9)), []
     for error, *number in (None, lambda value: 7), (OSError(),), (None,):
         copies.append(cache.agree_on(Transfer("load", "layer 2"), *number))
         assert copies[-1].seen_here() == ranked.ON_ITS_WAY
         copies[-1].own.finish(0.0, 0.0, error)
-        copies[-1].restoration, cache.until[engine] = engine, 1e12  # which stands for a restoration
+        copies[-1].restoration, cache.until[engine] = engine, 1e9  # which stands for a restoration
     assert [copy.seen_here() for copy in copies] == [ranked.ARRIVED + 7, ranked.FAILED, ranked.ARRIVED], "a copy that failed has not arrived"
     cache.ranks.all = lambda here: False  # on another rank something is missing
     assert copies[2].queue_wait(), "ranks agree behind the last layer only"
@@ -133,26 +134,14 @@ def test_what_a_rank_knows_and_what_all_learn_behind_the_last_layer():
         copies[2].queue_wait()
 
 
-def test_however_many_wait_all_copies_are_agreed_on():
-    cache = ranked.Together(ranked.offload.HostCache(64, engines.BANDWIDTH), ranks.Ranks())
-    engine, rng = engines.make(cache, max_running=2), random.Random(0)
-    asked = [Request(engines.draw(rng, 20), 2) for _ in range(2 * ranked.FACTS)]
-    engines.submit(engine, *asked)
-    while asked[30].outcome is None:
-        engine.step()
-    assert engine.behind.cache.host.block_of, "what was saved has arrived"
-    engine.generate([Request([7, 8, 9], 2)])
-    engines.check_pools(engine)
-
-
 @pytest.mark.parametrize("pages, left", [(20, 10), (24, 14)])  # the second has more than fits
 def test_pages_that_come_from_storage_do_not_push_out_those_before_them(pages, left):
     backend, rng, size = rank_tests.Losing(random.Random(0), 0.0), random.Random(1), 20
     prompt = engines.draw(rng, 16 * pages + 1)
     for host in 5 * size, size:  # the first one writes them all
-        cache = ranked.PageHeadCache(host, engines.BANDWIDTH, store.Storage(backend), range(2))
+        cache = ranked.PageHeadCache(ranks.Ranks(), host, engines.BANDWIDTH, store.Storage(backend), range(2))
         cache.threshold = 1
-        engine = engines.make(ranked.Together(cache, ranks.Ranks()))
+        engine = engines.make(cache)
         engines.ask(engine, prompt)
         engines.evict(engine)
     chain = engine.prefixes.extend([], prompt)
@@ -166,8 +155,8 @@ def test_pages_that_come_from_storage_do_not_push_out_those_before_them(pages, l
 
 def test_storage_is_asked_once_and_read_for_enough_tokens():
     backend, rng = rank_tests.Losing(random.Random(0), 0.0), random.Random(1)
-    cache = ranked.PageHeadCache(128, engines.BANDWIDTH, store.Storage(backend), range(2))
-    engine, text = engines.make(ranked.Together(cache, ranks.Ranks())), engines.draw(rng, 400)
+    cache = ranked.PageHeadCache(ranks.Ranks(), 128, engines.BANDWIDTH, store.Storage(backend), range(2))
+    engine, text = engines.make(cache), engines.draw(rng, 400)
     for known, new, asked in (400, 0, [("exists", 48)]), (240, 200, [("exists", 54)]), (0, 256, []):
         cache.storage.set([], []).wait(60)  # behind what was marked as used
         backend.asked.clear()
@@ -182,8 +171,8 @@ def test_storage_is_asked_once_and_read_for_enough_tokens():
 def test_what_another_rank_has_written_again_is_not_doubted():
     backend, prompt = rank_tests.Losing(random.Random(0), 0.0), engines.draw(random.Random(1), 400)
     for writes in True, False:
-        cache = ranked.PageHeadCache(128, engines.BANDWIDTH, store.Storage(backend), range(2), writes)
-        engine = engines.make(ranked.Together(cache, ranks.Ranks()))
+        cache = ranked.PageHeadCache(ranks.Ranks(), 128, engines.BANDWIDTH, store.Storage(backend), range(2), writes)
+        engine = engines.make(cache)
         for pages in backend.pages, dict.fromkeys(backend.pages, b"damaged"), backend.pages:
             backend.pages = pages
             found = engines.ask(engine, prompt).found
@@ -203,23 +192,51 @@ def test_host_memory_is_counted_in_what_is_kept(monkeypatch):
         ranked.make_engine(model, arguments, "states")
 
 
-# 4. Ending -------------------------------------------------------------------------------------
+# 4. Beginning and ending -----------------------------------------------------------------------
+
+TORCHRUN = dict(RANK=1, WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=29500)
+
+
+@pytest.mark.parametrize("given, asked, expected", [
+    ({}, None, (0, 2)), ({}, 3, (0, 3)), (TORCHRUN, None, (1, 2)), ({**TORCHRUN, "LOCAL_RANK": 1}, 2, (1, 2)),
+    (TORCHRUN, 3, None), ({"RANK": 0, "WORLD_SIZE": 1}, 2, None), ({"RANK": 0}, None, None), ({"LOCAL_RANK": 0}, None, None),
+    *[({**TORCHRUN, **wrong}, None, None) for wrong in (
+        dict(RANK="x"), dict(RANK=2), dict(RANK=-1), dict(LOCAL_RANK=2), dict(WORLD_SIZE=""), dict(MASTER_PORT=0), dict(MASTER_ADDR=""))],
+    *[({name: TORCHRUN[name] for name in TORCHRUN if name != lacking}, None, None) for lacking in TORCHRUN],
+])  # fmt: skip
+def test_the_environment_says_which_rank_this_is_or_a_sentence_what_is_wrong(given, asked, expected, monkeypatch):
+    monkeypatch.setattr(os, "environ", {name: str(value) for name, value in given.items()})
+    if expected:
+        assert ranks.of_environment(asked) == expected
+        return
+    with pytest.raises(checkpoint.ModelError, match=f"torchrun sets .* or unset {', '.join(given)}.$"):
+        ranks.of_environment(asked)
+
+
+def test_a_port_that_is_taken_is_one_sentence(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        environment = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1]))
+        done = forked.run(tmp_path, "09_tensor_parallel.py", "--prompt", "Hi", timeout=60, **environment)
+    assert done.stderr.startswith("09_tensor_parallel: The ranks have not met (") and done.stderr.count("\n") == 1
+
 
 @pytest.mark.parametrize("how, words", [
     ("killed", "Rank 1 was killed by signal 9; so have all."),
-    ("stopped", "A rank does not answer; all ranks have ended."),
     ("failed", "Rank 1 has ended (AssertionError: something went wrong here); so have all."),
-    ("diverge", "have not computed the same"),
 ])  # fmt: skip
-def test_when_a_rank_is_gone_or_computes_something_else_all_end_with_a_sentence(how, words, tmp_path):
+def test_when_a_rank_has_ended_all_end_with_a_sentence(how, words, tmp_path):
     done = scenario(tmp_path, 2, how)
-    assert done.returncode != 0 and words in done.stderr, done.stderr
+    assert done.returncode == 1 and done.stderr.endswith(f"{words}\n"), done.stderr
     assert done.stdout == "ready\n", "what was printed before is not lost"
 
 
-def test_a_wrong_model_is_one_sentence(tmp_path):
-    done = forked.run(tmp_path, "09_tensor_parallel.py", "--model", "/nonexistent", timeout=60)
-    assert done.returncode == 1 and done.stderr.startswith("09_tensor_parallel: No model") and done.stderr.count("\n") == 1
+@pytest.mark.parametrize("words, environment, sentence", [
+    (["--model", "/nonexistent"], {}, "No model"),
+    (["--ranks", 2], dict(RANK="0", WORLD_SIZE="1"), "Ranks cannot start from RANK=0, WORLD_SIZE=1, --ranks 2: "),
+])
+def test_what_cannot_start_is_one_sentence(words, environment, sentence, tmp_path):
+    done = forked.run(tmp_path, "09_tensor_parallel.py", *words, timeout=60, **environment)
+    assert done.returncode == 1 and done.stderr.startswith(f"09_tensor_parallel: {sentence}") and done.stderr.count("\n") == 1
 
 
 def test_ctrl_c_ends_all(tmp_path):
@@ -235,11 +252,9 @@ def found(*words) -> list[str]:
     return subprocess.run(["pgrep", *words], capture_output=True, text=True).stdout.split()
 
 
-@pytest.mark.parametrize("when", ["it begins", "both are there"])
-def test_no_rank_outlives_the_one_that_has_started_it(when, tmp_path):
+def test_no_rank_outlives_the_one_that_has_started_it(tmp_path):
     first = forked.start(tmp_path, "-m", "tests.support.ranks", 2, "idle")
-    serving.eventually(lambda: found("-P", str(first.pid)))
-    serving.eventually(lambda: when == "it begins" or (tmp_path / "stdout").read_text() == "ready\n")
+    serving.eventually(lambda: (tmp_path / "stdout").read_text() == "ready\n")
     (session,) = found("-P", str(first.pid))  # the other rank leads one of its own
     first.kill()
     first.join()

@@ -772,9 +772,9 @@ def test_ranks_wait_once_for_pages_that_do_not_come(verb):
     shelf, rng = Shelf(), random.Random(0)
     answer = getattr(shelf, verb)
     setattr(shelf, verb, lambda keys: shelf.open.wait(60) and answer(keys))
-    cache = ranked.PageHeadCache(80, 2e9, store.Storage(shelf), range(2))
+    cache = ranked.PageHeadCache(Ranks(), 80, 2e9, store.Storage(shelf), range(2))
     cache.threshold, prompts = 32, [draw(rng, 200) for _ in range(3)]
-    engine = make(ranked.Together(cache, Ranks()), 40)
+    engine = make(cache, 40)
     for prompt in prompts:
         right(engine, prompt)
     forget(engine)
