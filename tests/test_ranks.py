@@ -58,7 +58,7 @@ def test_all_ranks_write_the_same_text_so_that_all_find_the_same_stop_strings(fr
 
 @pytest.mark.parametrize("keep, kv_heads", [("kv", 2), ("states", 4), ("pages", 2)])
 def test_traffic_is_right_each_rank_loads_its_part_gives_up_what_hangs_on_one_and_does_what_rank_0_is_asked(keep, kv_heads, tmp_path):
-    more = ["lack"] if keep == "pages" else ["bytes", "hang", "commands"]
+    more = ["lack"] if keep == "pages" else ["bytes", "decline", "hang", "commands"]
     passes(tmp_path, 2, "traffic", *more, "--keep", keep, "--kv-heads", kv_heads, "--requests", 20)
 
 
@@ -132,6 +132,13 @@ def test_what_a_rank_knows_and_what_all_learn_behind_the_last_layer():
     copies[2].last = True
     with pytest.raises(TransferError):
         copies[2].queue_wait()
+
+
+def test_no_clock_decides_what_is_saved():
+    engine = engines.make(ranked.KVCache(ranks.Ranks(), 64, 1000.0))  # bytes/s: a minute
+    engines.ask(engine, engines.draw(random.Random(0), 250), 1)
+    assert engine.counts["swap_outs"] == 15
+    engine.close()
 
 
 @pytest.mark.parametrize("pages, left", [(20, 10), (24, 14)])  # the second has more than fits

@@ -121,6 +121,16 @@ def bytes_over_the_link(ranks, arguments):
     assert engine.counts["bytes_in"] * share == whole, (engine.counts["bytes_in"], share, whole)
 
 
+def declining(ranks, arguments):
+    """One rank's link is believed to be slow: none loads."""
+    engine, prompt = engine_of(ranks, arguments), engines.draw(random.Random(0), 257)
+    engines.ask(engine, prompt)
+    if ranks.rank == 1:
+        engine.behind.estimates.always = False
+        engine.behind.cache.load_link.bandwidth.value = 1.0
+    assert again(engine, prompt).found == {} and engine.counts["declined"] == 1
+
+
 def hanging(ranks, arguments):
     """A copy does not come on one rank: all compute, and what they know of each other stays in step."""
     engine, prompt = engine_of(ranks, arguments), engines.draw(random.Random(0), 257)
@@ -212,7 +222,7 @@ def lacking(ranks, arguments):
     assert [size for verb, size in backend.asked if verb == "get"] == [4, 4, 1], backend.asked
 
 
-SCENARIOS = dict(traffic=generated, share=sharing, lack=lacking, bytes=bytes_over_the_link, hang=hanging, killed=ending, failed=ending,
+SCENARIOS = dict(traffic=generated, share=sharing, lack=lacking, bytes=bytes_over_the_link, decline=declining, hang=hanging, killed=ending, failed=ending,
                  idle=ending, commands=commands)  # fmt: skip
 
 
