@@ -57,7 +57,6 @@ from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 SNAPSHOT = 1 << 21  # bytes of states that are noted before they leave for the snapshot buffer
-STEPS = 4  # whole token budgets that the snapshot buffer holds
 DEPTH = 8  # layers of a restoration that are on their way to the device, or there and not yet projected
 THREADS = 8  # of stage two
 
@@ -283,7 +282,7 @@ class HiddenCache(Cache):
         """Keep the input of `layers` in `store`."""
         self.layers, self.store, self.pools = layers, store, {"host": store.pool}
         memory = partial(links.host_memory, device=self.model.device, what="The snapshot buffer")
-        rows = STEPS * self.engine.token_budget  # the buffer is a ring of so many, for each part
+        rows = 4 * self.engine.token_budget  # the buffer is a ring of so many, for each part
         self.snapshot = [memory((rows, part.shape[-1]), part.dtype) for part in store.parts]
         self.ring, self.head, self.free = rows, 0, rows  # its length, the next row's place, unused rows
 

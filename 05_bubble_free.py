@@ -218,10 +218,8 @@ class PlannedCache(hidden_states.HiddenCache):
         stored = self.store.stored(places)
         # Without the question, which follows in either case
         costs = self.costs(start, end, len(stored) / len(places))._replace(question=0.0)
-        seconds = plan_seconds(self.letters, costs) + self.load_link.seconds(0)
-        if stored:
-            seconds += self.storage.seconds(stored, 0)  # what is queued there
-        return seconds
+        queued = self.load_link.seconds(0) + (self.storage.seconds(stored, 0) if stored else 0.0)
+        return plan_seconds(self.letters, costs) + queued
 
     def costs(self, start: int, end: int, stored: float = 0.0) -> LayerCosts:
         """Of tokens start to end, of which a share, `stored`, is read from storage first."""
@@ -299,8 +297,7 @@ class PlannedCache(hidden_states.HiddenCache):
 def described(letters: str, costs: LayerCosts, tokens: int) -> dict:
     """-> a plan for the page, above the lanes."""
     predicted_ms = 1e3 * plan_seconds(letters, costs)
-    predicted = f"{predicted_ms:.1f} ms predicted" if math.isfinite(predicted_ms) else "not measured yet"
-    title = f"{tokens} tokens: {predicted}, the question included"
+    title = f"{tokens} tokens: {predicted_ms:.1f} ms predicted, the question included"
     legend = dict(R="recomputed", H="from hidden states", K="loaded as K and V")
     costs_ms = {name: 1e3 * seconds for name, seconds in costs._asdict().items()}  # of a layer
     plan = dict(title=title, rows=[["layers", letters]], legend=legend)

@@ -14,8 +14,6 @@ import torch
 
 from common.requests import Line, Request
 
-SOON = 5.0  # seconds that `drain` waits for what is on its way
-
 
 @dataclass(eq=False)
 class Match:
@@ -106,8 +104,8 @@ class Cache:
                 each.callback(part.close)
 
     def drain(self):
-        """At the end: let what is on its way arrive, if that is soon."""
-        until = time.perf_counter() + SOON
+        """At the end: let what is on its way arrive, if that takes at most 5 s."""
+        until = time.perf_counter() + 5.0
         while any(self.under_way.values()) and time.perf_counter() < until:
             self.poll()
             time.sleep(1e-3)

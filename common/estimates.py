@@ -19,9 +19,9 @@ from common.timeline import Clock
 WORTH = 0.8  # load what takes at most this share of computing: a load that turns out late costs both
 PATIENCE = 60.0  # seconds that a request waits at most for its Cache, and for what --always-restore loads
 FULL_SPEED = {"cpu": 128, "cuda": 512}  # rows of a step: from here on prefill runs at full speed, or nearly
-TRY, TRIAL = 8, 0.1  # every eighth refusal in a row is tried, for a tenth of the time of computing
+TRY = 8  # every eighth refusal in a row is loaded all the same
 ROWS = 512  # tokens of a measured layer
-OPERATIONS, FEWEST, MOST = 5e10, 8, 64  # floating-point operations of a measurement, and bounds of its rounds
+OPERATIONS = 5e10  # floating-point operations of a measurement, in 8 to 64 rounds
 PAUSE = 5e-3  # seconds before a timed piece of work: a restoration waits before each layer, too
 
 # 1. Of this machine ----------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def measure(model, *works) -> tuple[float, ...]:
         next(layers)(hidden, rotation, lambda q, k, v: attention(q, k, v, None))
 
     samples = []
-    for _ in range(1 + int(min(MOST, max(FEWEST, OPERATIONS / operations)))):
+    for _ in range(1 + int(min(64, max(8, OPERATIONS / operations)))):
         marks = []
         for work in prefill, *works:
             time.sleep(PAUSE * (work is not prefill))
@@ -125,7 +125,7 @@ class Estimates:
         match.trial = not chosen and self.refusals[source] % TRY == 0
         most, verdict = (PATIENCE if self.always else compute), "loaded"
         if not chosen:
-            most, verdict = (TRIAL * compute, "tried") if match.trial else (0.0, "computed")
+            most, verdict = (compute / 10, "tried") if match.trial else (0.0, "computed")
         return most, (
             f"{match.tokens} tokens offered ({source}): loading {1e3 * match.seconds:.1f} ms, computing "
             f"{1e3 * compute:.1f} ms: {verdict}"

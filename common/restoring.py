@@ -13,8 +13,6 @@ from common.link import TransferError
 from common.requests import Interrupted, Line, Request
 
 GRACE = 0.05  # seconds that a restoration may be late in any case: a busy host is no failure
-FEW = 8  # a pass with at most an eighth as many rows as come back does little beside the copies
-END = object()  # a generator's end
 
 
 @dataclass(eq=False)
@@ -168,11 +166,11 @@ class Restorer:
 
     def leaves_a_core(self, batch: object) -> bool:
         """-> whether a core is left to the thread that copies: in a pass that waits for copies alone, and has
-        few rows. PyTorch's threads spin after each product, and a product of all cores would wait until the
-        copying thread leaves one."""
+        few rows beside the tokens that come back. PyTorch's threads spin after each product, and a product of
+        all cores would wait until the copying thread leaves one."""
         matches = [request.restoration.match for request, _ in batch.work if request.restoration]
         rows = sum(count for _, count in batch.work)
-        return any(not match.rows and FEW * rows <= match.tokens for match in matches)
+        return any(not match.rows and 8 * rows <= match.tokens for match in matches)
 
     def after_pass(self, batch: object, began: float, ended: float) -> list[tuple[float, float]]:
         """Let the Cache keep what a pass has computed -> the spans in which it waited."""
@@ -213,8 +211,8 @@ class Restorer:
             while restoration.steps and not restoration.has(layers):
                 if restoration.awaited and not self.arrived(restoration, wait):
                     break
-                restoration.awaited = next(restoration.steps, END)
-                if restoration.awaited is END:
+                restoration.awaited = next(restoration.steps, restoration)
+                if restoration.awaited is restoration:  # the generator has ended
                     restoration.steps = restoration.awaited = None
                     if restoration.layers < self.depth:
                         raise TransferError("the cache gave up")

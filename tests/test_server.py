@@ -456,7 +456,6 @@ def test_the_timeline_of_a_finished_request_is_what_its_answer_says_and_its_plan
 def test_what_is_not_measured_yet_is_null_in_json(frontend, tmp_path):
     measured = importlib.import_module("05_bubble_free").LayerCosts(math.inf, 0.5, 0.25, math.inf)
     plan = importlib.import_module("05_bubble_free").described("RK", measured, 9)
-    assert plan["title"] == "9 tokens: not measured yet, the question included"
     with serving(frontend) as client:
         client.engine.hold_after(2)
         with ThreadPoolExecutor() as threads:

@@ -121,7 +121,7 @@ def main():
     tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     share = 0.002 if arguments.cache in engines.RUNNERS else 0.05  # a step fails with any of its copies
     if arguments.emulated:
-        estimates.PAUSE, estimates.MOST = 0.0, 8
+        estimates.PAUSE = estimates.OPERATIONS = 0.0
         short = dict(longest=100, answer=7, make=on_gpu)
         with streams.emulate(arguments.emulated, arguments.seed), unordered.measured_before():
             counts = run(arguments.cache, arguments.requests, arguments.seed, share, tell=tell, **short)
