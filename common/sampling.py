@@ -1,12 +1,14 @@
 """Draw the next token of each request in a step.
 
-A request's generator gives one uniform number u per token. The token is the first at which the sum of the
-shares, in the order of token ids, reaches u times their total: the inverse of the cumulative distribution.
-Sums are in float64, so neither the order of additions nor the other requests of a step change a token."""
+The tokens are the leaves of a tree, in the order of their ids; each node has RUN children. A draw descends
+from the root: at each level one random number of the request chooses a child by the children's shares.
+(A single number would be compared with the sum of all tokens before. Batched products round differently,
+which changes that sum: of 49,152 tokens in float32, a draw in 500 was another one beside other requests.)"""
 import torch
 import torch.nn.functional as F
 
-RUN = 128          # tokens: sum the shares of each run first, then look into one run only
+RUN = 16           # children of a node
+LEVELS = 6         # random numbers for a token: enough for RUN ** LEVELS tokens
 WINDOW = 128       # likeliest tokens that are sorted: most draws need no more
 
 
@@ -27,36 +29,38 @@ def sample(requests: list, logits, tokens: list[int]) -> list[int | Exception]:
     for row, request in enumerate(requests):
         if request.temperature and tokens[row] >= 0:
             try:
-                u = 1 - torch.rand((), dtype=torch.double, generator=request.generator).item()
+                u = 1 - torch.rand(LEVELS, dtype=torch.double, generator=request.generator)
                 top_k, top_p = min(request.top_k or size, size), max(request.top_p, 1e-9)
                 way = draw_among_likeliest if top_k < size or top_p < 1 else draw
-                ways[way][row] = max(request.temperature, 1e-30), u, top_k, top_p
+                ways[way][row] = max(request.temperature, 1e-30), *u.tolist(), top_k, top_p
             except Exception as error:
                 tokens[row] = error
     for way, rows in ways.items():
         if rows:
-            asked = torch.tensor([*rows.values()], dtype=torch.double).to(logits.device)            # [B, 4]
-            own = logits.index_select(0, torch.tensor([*rows]).to(logits.device)).float()           # [B, V]
-            drawn = way((own / asked[:, :1].float()).softmax(-1), *asked[:, 1:].split(1, 1))
+            asked = torch.tensor([*rows.values()], dtype=torch.double).to(logits.device)    # [B, 3 + LEVELS]
+            own = logits.index_select(0, torch.tensor([*rows]).to(logits.device)).float()   # [B, V]
+            drawn = way((own / asked[:, :1].float()).softmax(-1), *asked[:, 1:].split([LEVELS, 1, 1], 1))
             for row, token in zip(rows, drawn.tolist()):
                 tokens[row] = token
     return tokens
 
 
 def draw(shares, u, *_):
-    """Draw a token from each row of shares [B, V] at its u [B, 1] in (0, 1] -> [B]."""
-    runs = F.pad(shares, (0, -shares.shape[1] % RUN)).unflatten(1, (-1, RUN))           # [B, V / RUN, RUN]
-    sums = runs.sum(-1, dtype=torch.double).cumsum(-1)                                  # [B, V / RUN]
-    points = u * sums[:, -1:]                                                           # [B, 1]
-    run = torch.searchsorted(sums, points)
-    within = runs.take_along_dim(run[..., None], 1)[:, 0].cumsum(-1, dtype=torch.double)    # [B, RUN]
-    points = (points - sums.gather(1, run) + within[:, -1:]).clamp_(min=1e-300)     # above 0: no share of 0
-    return (run * RUN + torch.searchsorted(within, points))[:, 0]
+    """Draw a token from each row of shares [B, V] with the numbers u [B, LEVELS] in (0, 1] -> [B]."""
+    levels = []
+    while not levels or levels[-1].shape[1] > 1:        # from the leaves to the root
+        levels.append(F.pad(shares, (0, -shares.shape[1] % RUN)).unflatten(1, (-1, RUN)))       # [B, N, RUN]
+        shares = levels[-1].sum(-1, dtype=torch.double)
+    found = torch.zeros_like(u[:, :1], dtype=torch.long)
+    for children, number in zip(reversed(levels), u.split(1, 1)):
+        upto = children.take_along_dim(found[..., None], 1)[:, 0].cumsum(-1, dtype=torch.double)    # [B, RUN]
+        found = RUN * found + torch.searchsorted(upto, number * upto[:, -1:])
+    return found[:, 0]
 
 
 def draw_among_likeliest(shares, u, top_k, top_p):
-    """Draw as `draw` does, but only tokens that top_k and top_p [B, 1] keep. If the WINDOW likeliest are more
-    than these, only the window is sorted; other rows are searched whole."""
+    """Draw only from tokens that top_k and top_p [B, 1] keep. If the WINDOW likeliest are more than these,
+    sort the window, and draw with one number; in other rows `keep` searches all tokens, and `draw` draws."""
     count = min(WINDOW, shares.shape[1])
     ids = shares.topk(count, sorted=False).indices.sort(-1).values                      # [B, WINDOW]
     window, order = shares.gather(1, ids).sort(dim=-1, descending=True, stable=True)    # equal ones by id
@@ -65,8 +69,8 @@ def draw_among_likeliest(shares, u, top_k, top_p):
     totals = upto.gather(1, last).where(top_k <= count, totals)     # infinite: not known from the window
     last = last.minimum(torch.searchsorted(upto, top_p * totals))                       # [B, 1]: a rank
     kept = window.where(torch.arange(count, device=ids.device) <= last, 0)
-    kept = torch.zeros_like(kept).scatter_(1, order, kept)                              # in the order of ids
-    tokens = ids.gather(1, draw(kept, u)[:, None])[:, 0]
+    upto = torch.zeros_like(upto).scatter_(1, order, kept.double()).cumsum(-1)          # in the order of ids
+    tokens = ids.gather(1, torch.searchsorted(upto, u[:, :1] * upto[:, -1:]))[:, 0]
     for row in (window.gather(1, last) == window[:, -1:])[:, 0].nonzero()[:, 0].tolist():
         kept = shares[row]
         if top_k[row] < len(kept):

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import random
 from collections import namedtuple
 from functools import partial
 from types import SimpleNamespace
@@ -12,9 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, load, write_model
-from support.engines import answer, ask_and_evict, baseline, hybrid, hybrid_runner, make
+from support.engines import answer, ask_and_evict, baseline, draw, hybrid, hybrid_runner, make
 
 from common.llama import Linear, attention, causal_mask, rotary_frequencies
+from common.requests import Request
 from shell import checkpoint, cli, limits
 from shell.checkpoint import reference_model
 from shell.config import ModelError, read_config
@@ -127,6 +129,23 @@ def test_bfloat16_stays_near_transformers(kind, tmp_path_factory):
     exact = reference_logits(reference_model(pair.name, torch.float32), tokens)
     assert (ours - theirs).abs().max() <= 3 * (theirs - exact).abs().max()
     assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() >= 0.8
+
+
+@pytest.mark.parametrize("dtype", checkpoint.DTYPES)
+def test_a_seed_gives_the_same_answer_again_in_float32_beside_others_and_from_a_cache_too(dtype):
+    model, rng = load("classroom", dtype).model, random.Random(0)
+    prompts = [draw(rng, 40 + 9 * number) for number in range(6)]
+    ways = [dict(temperature=1.0 + number % 2, seed=number, top_p=(1.0, 0.9, 1.0)[number % 3]) for number in range(6)]
+
+    def answers(engine, *groups) -> list[list[int]]:
+        return [request.new for group in groups
+                for request in engine.generate([Request(list(prompts[at]), 20, **ways[at]) for at in group])]
+
+    alone = [answers(make(model=model), [at])[0] for at in range(6)]
+    assert [answers(make(model=model), [at])[0] for at in range(6)] == alone and len({*map(tuple, alone)}) == 6
+    if dtype == "float32":
+        assert answers(engine := make(model=model, blocks=200), range(6)) == alone
+        assert answers(engine, *[[at] for at in range(6)]) == alone and engine.counts["gpu_hits"]
 
 
 # Products on a processor -----------------------------------------------------------------------

@@ -172,15 +172,24 @@ def test_sampling_takes_the_likeliest_or_draws_among_as_few_as_asked():
 
 
 def expected_token(logits, request) -> int:
-    """The request's next token by a whole sort; it takes a random number from a copy of the generator."""
+    """The request's next token by a whole sort; it takes random numbers from a copy of the generator."""
     generator = torch.Generator().set_state(request.generator.get_state())
-    u = 1 - torch.rand((), dtype=torch.double, generator=generator).item()
+    numbers = (1 - torch.rand(sampling.LEVELS, dtype=torch.double, generator=generator)).tolist()
     shares = (logits.float() / request.temperature).softmax(-1)
-    order = sorted(range(len(shares)), key=lambda token: (-shares[token].item(), token))[: request.top_k or len(shares)]
-    upto = shares.double()[order].cumsum(0)
-    count = 1 + int((upto < request.top_p * upto[-1]).sum())
-    kept = torch.zeros(len(shares), dtype=torch.double).index_put_((torch.tensor(order[:count]),), shares.double()[order[:count]])
-    return int((kept.cumsum(0) < u * kept.sum()).sum())
+    order = sorted(range(len(shares)), key=lambda token: (-shares[token].item(), token))
+    allowed = order[: request.top_k or len(shares)]
+    upto = shares.double()[allowed].cumsum(0)
+    last = allowed[: 1 + int((upto < request.top_p * upto[-1]).sum())][-1] if request.top_p < 1 else allowed[-1]
+    kept = torch.tensor([order.index(token) <= order.index(last) for token in range(len(shares))]) * shares.double()
+    limited, window = len(allowed) < len(shares) or request.top_p < 1, sampling.WINDOW
+    if limited and shares[last] > shares[order[window - 1]] and not window < len(allowed) < len(shares):
+        return int((kept.cumsum(0) < numbers[0] * kept.sum()).sum())
+    first, size = 0, sampling.RUN ** 3  # of tokens below the root: three levels for 700 of them
+    for number in numbers[:3]:
+        size //= sampling.RUN
+        sums = torch.stack([kept[first + size * child :][:size].sum() for child in range(sampling.RUN)]).cumsum(0)
+        first += size * int((sums < number * sums[-1]).sum())
+    return first
 
 
 @pytest.mark.parametrize("spread, grid", [(3, 4), (3, 1), (1e-3, 1 << 20)])  # coarse, as in 16 bits: equal ones at limits
