@@ -35,10 +35,8 @@ import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, takewhile
-from threading import Thread
 
 from common import link as links
-from common import store
 from common.cache import Match
 from common.estimates import Estimates
 from common.link import as_integers
@@ -50,14 +48,13 @@ from shell.frontend import Frontend
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 both_ends = importlib.import_module("06_bidirectional")
 AGAIN, NEXT = 1.0, 4  # seconds, after which storage is asked again for the NEXT first requests in line
-PREFETCH = "best_effort", "wait_complete", "timeout", "both_ends"
 WRITE = "write_through", "write_through_selective", "write_back"
 TALKS = 6  # conversations of the demo
-# The order of [layers, places, 2, page size, KV heads, head size] in host memory
+# The order of [layers, places, 2, page size, KV heads, head size] in host memory, and of a page in storage
 LAYOUTS = {
     "layer_first": (0, 2, 1, 3, 4, 5),  # as on the device: K, or V, of a layer in adjacent places
-    "page_first": (1, 3, 0, 2, 4, 5),  # all layers of a token: a piece for each K and each V of it
-    "page_first_direct": (1, 0, 2, 3, 4, 5),  # all tokens of a layer in a page, as a page in storage
+    "page_first": (1, 3, 0, 2, 4, 5),  # a page is contiguous, and in it all layers of a token
+    "page_first_direct": (1, 0, 2, 3, 4, 5),  # a page is contiguous, and in it all tokens of a layer
 }
 
 # 1. The tree -----------------------------------------------------------------------------------
@@ -202,7 +199,10 @@ class TieredCache(offload.HostCache):
                     <- restore --             <-- coming --                     (submitted, waits)"""
 
     fields = {}
-    open_storage = staticmethod(backends.open_storage)  # on any thread, for `attach_storage`
+    direction = 1  # pages are read from the first one on
+    # For the server: shell/ says how a storage is opened, attached and shown
+    open_storage, attach_storage = staticmethod(backends.open_storage), backends.attach_storage
+    pages_in_storage = backends.pages_in_storage
 
     def __init__(
         self, blocks: int, bandwidth=None, storage=None, prefetch="timeout", write="write_through",
@@ -216,25 +216,26 @@ class TieredCache(offload.HostCache):
         self.prefetch_policy, self.threshold, self.timeout = prefetch, threshold, timeout
         self.unwritten: dict = {}  # pages that may have to be written, once they are in host memory
         self.writing: set = set()  # pages that are being written
-        self.fresh: set = set()  # what was written, and what comes before: to be marked as used in storage
-        self.prefetches: dict[Prefetch, None] = {}  # that storage has answered, first come, first served
         self.coming: set = set()  # pages that are being read
-        self.probed = 0.0  # when it was last tried whether a silent storage answers again
 
     def attach(self, engine):
         super().attach(engine)
         self.load_link.backend = self.save_link.backend = self.io_backend
         self.tree, self.host.evicting = HiRadixTree(), self.evicting_l2
-        self.array = as_integers(self.host.memory)  # for NumPy
+        if self.layout == "page_first":  # other bytes than those of the other layouts: under other keys
+            namespace = f"{self.model.digest.hex()} {self.model.dtype} kv page_first"
+            engine.prefixes = paged.Prefixes(namespace, self.pool.block_size)
         self.pages_at_once = max(1, both_ends.CHUNK // self.pool.block_size)  # in a read or write of storage
         self.step_began = 0  # of all uses: what was used since does not leave host memory for another page
         if self.storage:
             self.storage.open(engine.wake.set)
+            self.measure_storage()
 
     def host_memory(self, shape):
         """[L, places, 2, page size, KVH, hd], of which `layout` says what lies next to what."""
         order = LAYOUTS[self.layout]
         memory = super().host_memory([shape[axis] for axis in order])
+        self.array = as_integers(memory.movedim(order.index(1), 0))  # for NumPy: pages as in storage
         return memory.permute([order.index(axis) for axis in range(6)])
 
     # It is computed, and goes to host memory (chapter 03) and on to storage, when the write policy wants that
@@ -288,12 +289,10 @@ class TieredCache(offload.HostCache):
         """Write pages from where they lie in host memory, at once about a quarter of that; the others wait,
         and what is not there yet comes again by `saved`."""
         if self.storage and self.write_policy != "write_back":
-            self.unwritten.update(dict.fromkeys(pages))
+            self.unwritten.update((page, page) for page in pages)
         most, there = max(1, self.host.size // 4), self.host.block_of
         while self.unwritten and len(self.writing) < most and not self.storage.writer.hangs:
-            some = list(islice(self.unwritten, self.pages_at_once))
-            for page in some:
-                del self.unwritten[page]
+            some = map(self.unwritten.pop, list(islice(self.unwritten, self.pages_at_once)))
             self.write_l3({page: there[page] for page in some if page in there})
 
     def write_l3(self, place_of: dict, leaving: bool = False):
@@ -306,10 +305,9 @@ class TieredCache(offload.HostCache):
                 self.writing.update(owed)
         if owed:
             places = [place_of[page] for page in owed]
-            contents, held = [self.array[:, place] for place in places], [(self.host, places)]
-            if leaving:
-                contents, held = [page.copy() for page in contents], []
+            contents = [self.array[place].copy() if leaving else self.array[place] for place in places]
             write = self.storage.set([page.key for page in owed], contents)
+            held = [] if leaving else [(self.host, places)]
             self.hold("write", [write], *held, then=partial(self.written_l3, owed, write))
 
     def owed_l3(self, node: Node) -> list:
@@ -318,19 +316,12 @@ class TieredCache(offload.HostCache):
         return [page for page in node.pages if page not in self.writing] if owed else []
 
     def written_l3(self, pages: list, write, arrived: bool):
-        """A write is over: note what storage has; mark it as used there, so that ends are deleted first."""
+        """A write is over: note what storage has."""
         self.writing.difference_update(pages)
         self.counts["storage_pages_written"] += write.value or 0
         there = [page for page in pages if arrived and page.key not in self.storage.doubted]
         for node in self.tree.change(there):
             node.stored = True
-        for page in pages:
-            while page and page not in self.fresh:
-                self.fresh.add(page)
-                page = page.parent
-        if not self.writing or len(self.fresh) > self.host.size:
-            self.storage.use([page.key for page in sorted(self.fresh, key=lambda page: -page.used)])
-            self.fresh.clear()
         if self.write_policy == "write_back":
             self.counts["pages_written"] += len(there)
         self.count_lost(pages)
@@ -340,7 +331,7 @@ class TieredCache(offload.HostCache):
     def evicting(self, leaving: list):
         """Note what leaves the device. Under write_back first copy dirty pages to host memory, beginnings
         first, while the engine waits."""
-        block_of, dirty, lost = {prefix: block for block, prefix in leaving}, [], []
+        block_of, dirty = {prefix: block for block, prefix in leaving}, []
         for node in self.tree.change(block_of):
             node.device = False
             dirty += [page for page in self.owed_l3(node) if not self.keeps(page)]
@@ -357,17 +348,16 @@ class TieredCache(offload.HostCache):
                 except links.TransferError:
                     copy.cancel()
                     self.hold("save", [copy], (self.host, places))  # a late one still writes there
-                    lost += pages
                 self.host.release(places)
-        self.count_lost(lost + dirty)
+        self.count_lost(block_of)
 
     def evicting_l2(self, leaving: list):
         """Write copies of owed pages that leave host memory, as far as that can be."""
         place_of = {page: place for place, page in leaving}
         full = len(self.writing) > self.pool.size + self.host.size  # copies take no more than these pools
         if self.storage and self.write_policy == "write_back":
-            owed = [page for node in self.tree.change(place_of) for page in self.owed_l3(node)]
-            self.counts["dirty_evicted"] += len(owed)
+            for node in self.tree.change(place_of):
+                self.counts["dirty_evicted"] += len(self.owed_l3(node))
         if self.storage and not (full or self.storage.writer.hangs):
             self.write_l3(place_of, leaving=True)
         for node in self.tree.change(place_of):
@@ -376,84 +366,96 @@ class TieredCache(offload.HostCache):
 
     def count_lost(self, pages):
         """Count those of these pages that were wanted below, and are in no tier, nor on their way to one."""
-        for node in self.tree.change(pages):
-            self.counts["pages_lost"] += 0 if node.near else len(self.owed_l3(node))
+        lost = [page for node in self.tree.change(pages) if not node.near for page in self.owed_l3(node)]
+        self.counts["pages_lost"] += len(lost)
+        for node in self.tree.change(lost):
+            node.wanted = False  # each is counted once
 
     # A request stands in line that needs it: it is read into host memory, and the policy says who waits
 
     def submitted(self, request):
         """Ask storage which pages of the request it has, and mark them as used; `poll` then reads those that
         neither pool has. Where storage is silent, only find out whether it answers again."""
-        storage, size, now = self.storage, self.pool.block_size, time.perf_counter()
-        chain = request.chain[: request.history // size]
-        if not storage or not chain:
+        size, chain = self.pool.block_size, request.chain[: request.history // self.pool.block_size]
+        if not self.storage or not chain:
             return
-        if storage.silent:
-            if now > self.probed + AGAIN and not (self.under_way["ask"] or self.under_way["measure"]):
-                self.probed = now
-                self.hold("ask", [storage.exists([bytes(32)])])
+        if self.storage.silent:
+            if time.perf_counter() > self.measured_at + AGAIN and not self.under_way["measure"]:
                 self.measure_storage()
             return
-        near = sum(part.stop for _, part in takewhile(lambda span: span[0].near, self.tree.spans(chain)))
-        tokens = (len(chain) - near) * size
+        tokens = (len(chain) - self.near(chain)) * size
         timeout, most = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024, request.patience
         until = dict(best_effort=0.0, timeout=min(timeout, most)).get(self.prefetch_policy, most)
         pages_read = request.kept.pages_read if request.kept else set()
-        self.prefetches.pop(request.kept, None)
-        request.kept = prefetch = Prefetch(request, chain, until, tokens < max(1, self.threshold), pages_read)
-        answer = storage.exists([prefix.key for prefix in chain])
-        self.hold("ask", [answer], then=partial(self.answered, prefetch, near, answer))
+        request.kept = Prefetch(request, chain, until, tokens < max(1, self.threshold), pages_read)
+        self.ask_l3(request.kept)
 
-    def answered(self, prefetch: Prefetch, near: int, answer, arrived: bool):
-        """Storage has said which pages it has: note that, and let those behind the first `near` be read."""
-        chain, has = prefetch.chain, answer.value if arrived else []
+    def near(self, chain: list) -> int:
+        """-> how many of its first pages the device or host memory has."""
+        return sum(part.stop for _, part in takewhile(lambda span: span[0].near, self.tree.spans(chain)))
+
+    def measure_storage(self):
+        """Find out how fast storage is, and whether it answers."""
+        self.measured_at, size = time.perf_counter(), self.pages_at_once * self.host.block_bytes
+        self.hold("measure", [self.storage.exists([bytes(32)]), self.storage.measure(size)])
+
+    def ask_l3(self, prefetch: Prefetch):
+        answer = self.storage.exists([page.key for page in prefetch.chain])
+        self.hold("ask", [answer], then=partial(self.answered, prefetch, answer))
+
+    def answered(self, prefetch: Prefetch, answer, arrived: bool):
+        """Storage has said which pages it has: note that, and let those behind the near ones be read. What it
+        was to have and lacks is written again, or lost."""
+        chain, near, has = prefetch.chain, self.near(prefetch.chain), answer.value if arrived else []
         come = len(list(takewhile(bool, has[near:])))  # up to the first gap
-        there = {page for page, known in zip(chain[: near + come], has) if known}
-        believed = {page for node, part in self.tree.spans(chain) if node.stored for page in node.pages[part]}
-        for pages in (there, believed - there) if arrived else ():
-            for node in self.tree.change(pages):
-                node.stored = pages is there
+        if arrived:
+            there = {page for page, known in zip(chain[: near + come], has) if known}
+            known = (node.pages[part] for node, part in self.tree.spans(chain) if node.stored or node.wanted)
+            self.doubt(gone := set().union(*known) - there)
+            self.count_lost(gone)
+            for node in self.tree.change(there):
+                node.stored = True
         enough = come * self.pool.block_size >= self.threshold
         prefetch.answered, prefetch.chain = True, chain[: near + come if enough else near]
-        if self.prefetch_policy == "both_ends":
-            prefetch.until = 0.0  # it computes meanwhile
-        if not prefetch.ended:
-            self.prefetches[prefetch] = None
+
+    def doubt(self, pages):
+        """Believe no more that storage has these: what is in host memory is written again."""
+        for node in self.tree.change(pages):
+            node.stored = False
+        self.send_l3(pages)
 
     def read_l3(self, prefetch: Prefetch):
         """Begin to read what is lacking, as far as there are places: reads under way hold at most half of
         host memory. What other prefetches have read stays there, since it is about to be used."""
         lacking = self.lacking(prefetch)
         if fits := max(0, min(len(lacking), self.host.size // 2 - len(self.coming))):
-            in_line = [one.kept for one in self.engine.waiting if one.kept]  # also those asked for again
-            kept = set(prefetch.chain).union(*(each.pages_read for each in (*self.prefetches, *in_line)))
-            fits = self.host.make_room(fits, kept)
+            asked = (one for one in (*self.engine.waiting, *self.engine.running) if one.kept)
+            kept = (one.kept.pages_read for one in asked if not (one.table and one.kept.ended))
+            fits = self.host.make_room(fits, set(prefetch.chain).union(*kept))
         for at in range(0, fits, self.pages_at_once):
             run = lacking[at:fits][: self.pages_at_once]
             places = self.host.allocate(len(run))
-            keys, into = [page.key for page in run], [self.array[:, place] for place in places]
+            keys, into = [page.key for page in run], [self.array[place] for place in places]
             read = self.storage.get(keys, into, f"page {prefetch.chain.index(run[0])}")
             prefetch.reads.append(read)
             self.coming.update(run)
             then = partial(self.run_read, prefetch, run, places, read)
             self.hold("read", [read], given=[(self.host, places)], then=then)
-        waits_for_places = len(lacking) > fits and self.coming
-        prefetch.ended = self.coming.isdisjoint(prefetch.chain) and not waits_for_places
+        waits = len(lacking) > fits and self.coming  # for the places of other reads
+        prefetch.ended = self.coming.isdisjoint(prefetch.chain) and not waits
 
     def lacking(self, prefetch: Prefetch) -> list:
         """-> the pages to read: those in storage that are not near, nor on their way, up to the first that is
-        nowhere; under both_ends from the last page back."""
-        step, lacking = -1 if self.prefetch_policy == "both_ends" else 1, []
-        here = self.coming | self.saving.keys()
-        for node, part in self.tree.spans(prefetch.chain)[::step]:
-            away = [] if node.near else [page for page in node.pages[part] if page not in here]
-            if away and not node.stored:
+        nowhere."""
+        lacking = []
+        for node, part in self.tree.spans(prefetch.chain)[:: self.direction]:
+            if not (node.near or node.stored):
                 break
-            lacking += away[::step]
-        return lacking
+            lacking += [] if node.near else node.pages[part][:: self.direction]
+        return [page for page in lacking if page not in self.coming]
 
     def run_read(self, prefetch: Prefetch, pages: list, places: list[int], read, arrived: bool):
-        """A read is over: its pages are in host memory, or storage is doubted."""
+        """A read is over: its pages are in host memory, or what storage has said of the chain is doubted."""
         self.coming.difference_update(pages)
         if arrived:
             self.in_l2(pages, places)
@@ -461,9 +463,9 @@ class TieredCache(offload.HostCache):
             prefetch.request.timeline.add("storage", read.label, *read.span())
             self.counts["storage_pages_read"] += len(pages)
         else:
-            for node in self.tree.change(page for page in pages if page.key in self.storage.doubted):
-                node.stored = False
-            self.end_prefetch(prefetch)  # cancelled, or storage was wrong about this chain, or hangs
+            self.end_prefetch(prefetch)
+            if not read.cancelled:
+                self.ask_l3(replace(prefetch))  # doubt what it has said of this chain
 
     def waits(self, request):
         """Whether storage may bring more of what the request lacks, and the policy lets it wait for that, and
@@ -475,32 +477,27 @@ class TieredCache(offload.HostCache):
         waits = lacks and not (prefetch.ended or silent) and time.perf_counter() < prefetch.until
         if waits and prefetch.answered and not prefetch.pays:
             prefetch.pays = waits = self.engine.behind.decide(request, self.offer(request)) > 0
-        if not waits and (silent or self.prefetch_policy != "both_ends"):  # which reads on meanwhile
+        if not waits:
             self.end_prefetch(prefetch)
         return waits
 
     def offer(self, request) -> Match:
-        """What storage has said it has: read first and then loaded, or under both_ends computed meanwhile."""
-        start, prefetch, size = request.computed, request.kept, self.host.block_bytes
-        end = len(prefetch.chain) * self.pool.block_size
-        seconds = self.storage.seconds(len(self.lacking(prefetch)) * size)
-        if self.prefetch_policy == "both_ends":
-            seconds, _ = both_ends.meeting(seconds, self.estimates.seconds_to_compute(start, end))
-        else:
-            seconds += self.load_link.seconds((end - start) // self.pool.block_size * size)
-        return Match(end - start, seconds, prefetch, {"storage": end - start})
+        """What storage has said it has: read first, and then loaded."""
+        prefetch, block = request.kept, self.host.block_bytes
+        tokens = len(prefetch.chain) * self.pool.block_size - request.computed
+        read = self.storage.seconds(len(self.lacking(prefetch)) * block)
+        load = self.load_link.seconds(tokens // self.pool.block_size * block)
+        return Match(tokens, read + load, prefetch, {"storage": tokens})
 
     def end_prefetch(self, prefetch: Prefetch):
         """Nobody waits for this prefetch any more: cancel its reads that have not begun."""
         prefetch.ended = True
         links.cancel(prefetch.reads)
-        self.prefetches.pop(prefetch, None)
 
     # It comes back to the device
 
     def match(self, request):
-        """Offer the next run in host memory; if there is none, under both_ends what storage has: `blocks`
-        of the Match are places, or the Prefetch."""
+        """Offer the next run in host memory."""
         missing, prefetch = self.missing(request), request.kept
         there = takewhile(lambda span: span[0].places, self.tree.spans(missing))
         if places := [place for node, part in there for place in node.places[part]]:
@@ -509,56 +506,8 @@ class TieredCache(offload.HostCache):
             found = dict(cpu=tokens - read, storage=min(tokens, read))
             seconds = self.load_link.seconds(len(places) * self.host.block_bytes)
             return Match(tokens, seconds, places, {tier: count for tier, count in found.items() if count > 0})
-        if self.from_back(request, request.computed):
-            return self.offer(request)
 
-    def from_back(self, request, start: int) -> Prefetch | None:
-        """-> under both_ends, the Prefetch that has brought, or may bring, what is behind token `start`."""
-        prefetch = request.kept if self.prefetch_policy == "both_ends" else None
-        if prefetch and prefetch.answered and len(prefetch.chain) * self.pool.block_size > start:
-            come = any(node.places for node, _ in self.tree.spans(prefetch.chain[-1:]))
-            return prefetch if come or not prefetch.ended else None
-
-    def restore(self, request, restoration, match):
-        """Load what host memory has; or compute from the front, and load from the back (chapter 06)."""
-        if isinstance(match.blocks, Prefetch):
-            return (yield from self.restore_from_back(request, restoration, match.blocks))
-        if self.from_back(request, restoration.end):
-            restoration.limit = restoration.end  # no step goes on behind it: storage offers what follows
-        yield from super().restore(request, restoration, match)
-        restoration.limit = restoration.start
-
-    def restore_from_back(self, request, restoration, prefetch: Prefetch):
-        """Claim pages that have come into host memory, by lowering `limit`, and copy them to the request's
-        blocks, until both ends have met or no more pages come. No step computes what is claimed."""
-        size, copies, restoration.limit = self.pool.block_size, [], restoration.end
-        try:
-            while not restoration.met:
-                super().poll()  # takes in what has been read meanwhile, and begins no reads
-                front = request.computed + dict(self.engine.work).get(request, 0)  # where the step ends
-                unclaimed = prefetch.chain[self.pool.num_blocks(front) : restoration.limit // size]
-                come = list(takewhile(lambda span: span[0].places, reversed(self.tree.spans(unclaimed))))
-                if places := [place for node, part in reversed(come) for place in node.places[part]]:
-                    restoration.limit -= len(places) * size
-                    copies += self.copy_in(request, restoration.limit, places)
-                elif prefetch.ended:
-                    break  # storage brings no more
-                else:  # the next step computes its share of the rest (chapter 06), to the end of a page
-                    left, compute = restoration.limit - request.computed, self.estimates.seconds_to_compute
-                    load = left / size * self.host.block_bytes / self.storage.speed()
-                    share = both_ends.portion(left, load, compute(request.computed, restoration.limit))
-                    end = request.computed + (share if time.perf_counter() < restoration.deadline else left)
-                    restoration.portion = self.pool.num_blocks(end) * size - request.computed
-                    yield
-            restoration.portion = restoration.end  # more than is left: prefill goes on to the limit
-            yield from copies
-            restoration.layers = len(self.model.layers)
-        finally:
-            links.cancel(copies)
-            self.end_prefetch(prefetch)
-            request.timeline.plan = both_ends.drawn(restoration)
-
-    # In every step, when idle, and at the end
+    # In every step, and at the end
 
     def poll(self):
         self.last_tier = not self.storage or self.storage.behind
@@ -569,63 +518,22 @@ class TieredCache(offload.HostCache):
             late = not asked or asked.ended and asked.answered and now > asked.asked_at + AGAIN
             if late and not request.must_compute:
                 self.submitted(request)
-        for prefetch in list(self.prefetches):
-            restoration = prefetch.request.restoration
-            if prefetch.request.table and not (restoration and restoration.steps):
+        for request in (*self.engine.waiting, *self.engine.running):
+            prefetch, restoration = request.kept, request.restoration
+            if prefetch and request.table and not (restoration and restoration.steps):
                 self.end_prefetch(prefetch)  # the request computes
-            else:
+            elif prefetch and prefetch.answered and not prefetch.ended:
                 self.read_l3(prefetch)
         self.send_l3()
 
     def finished(self, request):
         self.note(request)
         super().finished(request)
+        if self.storage:  # of a chain the end is deleted first
+            self.storage.use([page.key for page in request.chain])
         if request.kept:
             self.end_prefetch(request.kept)
         request.kept = None
-
-    def probe(self, request, match):
-        if not isinstance(match.blocks, Prefetch):
-            return super().probe(request, match)
-        keys = [prefix.key for prefix in match.blocks.chain[-self.pages_at_once :]]
-        return [self.storage.get(keys, [self.array[:, 0].copy() for _ in keys], "probe")]
-
-    def idle(self):
-        self.measure_storage()
-        super().idle()
-
-    def measure_storage(self):
-        if self.storage:
-            self.hold("measure", [self.storage.measure(self.pages_at_once * self.host.block_bytes)])
-
-    # For the server
-
-    def in_storage(self) -> tuple[list, int, int]:
-        """-> the pages that storage has, as far as is known here, and how many are being read and written."""
-        stored = [page for node in self.tree.nodes() if node.stored for page in node.pages]
-        return stored, len(self.coming), len(self.writing)
-
-    def attach_storage(self, storage: store.Storage | None):
-        """Between two steps: go on with another storage, or with none; on a thread close the one before, when
-        nothing of it is under way. What is being read does not come; what is being written may be lost."""
-        before, writing = self.storage, set(self.writing)
-        for request in (*self.engine.waiting, *self.engine.running):
-            self.finished(request)  # it goes on, without what was noted for the storage before
-        self.storage, self.counts["storage_errors"] = storage, 0
-        for known in self.coming, self.writing, self.unwritten, self.fresh:
-            known.clear()
-        for node in self.tree.change(self.in_storage()[0]):
-            node.stored = False
-        self.count_lost(writing)
-        if before:
-            for lane in ("ask", "read", "measure", "write"):
-                for transfers, held, _ in self.under_way.pop(lane, ()):
-                    self.hold(before, transfers, given=held)  # on a lane of its own, and nothing is noted
-            self.hold(before, [], then=lambda arrived: Thread(target=before.close, daemon=True).start())
-        if storage:
-            storage.open(self.engine.wake.set)
-            self.measure_storage()
-            self.send_l3([page for node in self.tree.nodes() if node.places for page in node.pages])
 
     def close(self):
         """Let what is on its way arrive, and under write_back send down all that there is time for."""
@@ -637,7 +545,82 @@ class TieredCache(offload.HostCache):
         self.close_each(super(), self.storage)
 
 
-# 3. The demo -----------------------------------------------------------------------------------
+# 3. A fourth policy ----------------------------------------------------------------------------
+
+class BothEndsCache(TieredCache):
+    """Computes from the front while pages come from storage, the last one first (chapter 06): a request waits
+    until storage has said what it has."""
+
+    direction = -1
+
+    def waits(self, request):
+        return not (request.kept and request.kept.answered) and super().waits(request)
+
+    def offer(self, request):
+        """What storage has said it has, while the engine computes from the front."""
+        match = super().offer(request)
+        compute = self.estimates.seconds_to_compute(request.computed, request.computed + match.tokens)
+        match.seconds, _ = both_ends.meeting(match.seconds, compute)
+        return match
+
+    def match(self, request):
+        """Offer the next run in host memory (`blocks`: its places); if there is none, what storage has
+        (`blocks`: the Prefetch)."""
+        match = super().match(request)
+        return self.offer(request) if not match and self.offers(request, request.computed) else match
+
+    def offers(self, request, start: int) -> bool:
+        """Whether storage has brought, or may bring, what is behind token `start`."""
+        prefetch = request.kept
+        if not prefetch or not prefetch.answered or len(prefetch.chain) * self.pool.block_size <= start:
+            return False
+        return not prefetch.ended or prefetch.chain[-1] in self.host.block_of
+
+    def restore(self, request, restoration, match):
+        """Load what host memory has; or compute from the front, and load from the back."""
+        if isinstance(match.blocks, Prefetch):
+            return (yield from self.restore_from_back(request, restoration, match.blocks))
+        if self.offers(request, restoration.end):
+            restoration.limit = restoration.end  # no step goes on behind it: storage offers what follows
+        yield from super().restore(request, restoration, match)
+        restoration.limit = restoration.start
+
+    def restore_from_back(self, request, restoration, prefetch: Prefetch):
+        """Claim pages that have come into host memory, by lowering `limit`, and copy them to the request's
+        blocks, until both ends have met or no more pages come. No step computes what is claimed."""
+        size, copies, restoration.limit = self.pool.block_size, [], restoration.end
+        try:
+            while not restoration.met:
+                offload.HostCache.poll(self)  # takes in what has been read meanwhile, and begins no reads
+                front = request.computed + dict(self.engine.work).get(request, 0)  # where the step ends
+                unclaimed = prefetch.chain[self.pool.num_blocks(front) : restoration.limit // size]
+                come = [*takewhile(self.host.block_of.__contains__, reversed(unclaimed))]
+                if come:
+                    restoration.limit -= len(come) * size
+                    places = [self.host.block_of[page] for page in reversed(come)]
+                    copies += self.copy_in(request, restoration.limit, places)
+                elif prefetch.ended:
+                    break  # storage brings no more
+                else:  # the next step computes its share of the rest (chapter 06), to the end of a page
+                    left = restoration.limit - request.computed
+                    load = left / size * self.host.block_bytes / self.storage.speed()
+                    compute = self.estimates.seconds_to_compute(request.computed, restoration.limit)
+                    end = request.computed + both_ends.portion(left, load, compute)
+                    restoration.portion = self.pool.num_blocks(end) * size - request.computed
+                    yield
+            restoration.portion = restoration.end  # more than is left: prefill goes on to the limit
+            yield from copies
+            restoration.layers = len(self.model.layers)
+        finally:
+            links.cancel(copies)
+            self.end_prefetch(prefetch)
+            request.timeline.plan = both_ends.drawn(restoration)
+
+
+PREFETCH = dict.fromkeys(["best_effort", "wait_complete", "timeout"], TieredCache)
+PREFETCH["both_ends"] = BothEndsCache
+
+# 4. The demo -----------------------------------------------------------------------------------
 
 def demo(model, frontend: Frontend, arguments):
     """Conversations behind one system prompt, more than L1 and L2 hold, with one, two and three tiers, and
@@ -662,17 +645,19 @@ def demo(model, frontend: Frontend, arguments):
         taken = {name: converse(engine, frontend, talks, new) for name, engine in engines.items()}
         # 2. Time one long history that only storage has, under each policy
         text = lesson.document_for(engine, frontend, rng, min(most, 2048) // 2, [lesson.SECRET], 2)
-        asked = policies(engine, frontend.request(messages=[dict(role="user", content=text)]).tokens)
+        given.prefetch, given.link = "both_ends", engine.behind.cache.bandwidth
+        both = engines["both_ends"] = make_engine(model, given)
+        asked = policies(engine, both, frontend.request(messages=[dict(role="user", content=text)]).tokens)
         for engine in engines.values():
             engine.close()
-    last = {policy: requests[-1] for policy, requests in asked.items()}
-    verified = lesson.verify(paged.baseline.Engine(model), sum(taken.values(), [*last.values()]))
+    answers = sum(taken.values(), [requests[-1] for requests in asked.values()])
+    verified = lesson.verify(paged.baseline.Engine(model), answers)
 
     report = dict(link=lesson.described(engine.behind.cache.load_link), verified=verified)
-    print(f"{TALKS} conversations of up to {pages} pages, each asked twice; L1 has {device} pages, L2 {host}")
-    print(f"{arguments.write_policy}, {arguments.prefetch}\n")
+    sizes = f"L1 has {device} pages, L2 {host}; they go down by {arguments.write_policy}"
+    print(f"{TALKS} conversations of up to {pages} pages, each asked twice; {sizes}\n")
     report |= dict(rows=show_tiers(taken) + show_policies(asked), counters=engine.counters())
-    return report, [last[policy].timeline for policy in ("both_ends", "wait_complete")]
+    return report, [asked[policy][-1].timeline for policy in ("both_ends", "wait_complete")]
 
 
 def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]:
@@ -685,20 +670,22 @@ def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]
     return asked
 
 
-def policies(engine, prompt: list[int]) -> dict[str, list[Request]]:
-    """Ask the same, when only an L3 that is as slow as computing has it, under each policy."""
-    engine.behind.estimates.always = True
-    cache, seconds = engine.behind.cache, lesson.ask(engine, prompt).outcome.ttft_ms / 1e3  # it computes all
-    size = len(prompt) / cache.pool.block_size * cache.host.block_bytes
-    cache.storage.bandwidth = modelled_link.Bandwidth(size / seconds)
-    cache.timeout = seconds / 3, 0.0
-    cache.measure_storage()
+def policies(engine, both, prompt: list[int]) -> dict[str, list[Request]]:
+    """Ask the same, when only an L3 that is as slow as computing has it, under each policy: `both_ends` of
+    `both`, the others of `engine`."""
+    seconds = lesson.ask(engine, prompt).outcome.ttft_ms / 1e3  # it computes all
+    size = len(prompt) / engine.pool.block_size * engine.behind.cache.host.block_bytes
+    for each in engine, both:
+        each.behind.estimates.always, cache = True, each.behind.cache
+        cache.storage.bandwidth, cache.timeout = modelled_link.Bandwidth(size / seconds), (seconds / 3, 0.0)
+        cache.measure_storage()
 
     def ask(policy: str) -> Request:
-        lesson.settle(engine)
-        engine.evict("host")
-        cache.prefetch_policy = policy
-        return lesson.ask(engine, prompt, 2, "device")
+        asked = both if policy == "both_ends" else engine
+        lesson.settle(asked)
+        asked.evict("host")
+        asked.behind.cache.prefetch_policy = policy
+        return lesson.ask(asked, prompt, 2, "device")
 
     return lesson.in_turn({policy: partial(ask, policy) for policy in PREFETCH})
 
@@ -738,7 +725,7 @@ def show_policies(asked: dict[str, list[Request]]) -> list[dict]:
     return rows
 
 
-# 4. Main ---------------------------------------------------------------------------------------
+# 5. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
     offload.add_arguments(parser)
@@ -766,17 +753,17 @@ def make_engine(model, arguments) -> paged.Engine:
     device = cli.blocks_that_fit(arguments.gpu_blocks, useful, page_bytes, model.device, "--gpu-blocks")
     ratio, giga = arguments.hicache_ratio, arguments.hicache_size
     asked = arguments.cpu_blocks, ratio and int(ratio * device), giga and int(1e9 * giga / page_bytes)
-    if asked.count(None) < 2 or ratio == 1:
+    given = [pages for pages in asked if pages is not None] or [None]
+    if len(given) > 1 or ratio == 1:
         raise BadRequest("Give one of --cpu-blocks, --hicache-size and --hicache-ratio, the last above 1.")
-    given = max((pages for pages in asked if pages is not None), default=None)
-    options = argparse.Namespace(**{**vars(arguments), "cpu_blocks": given})
+    options = argparse.Namespace(**vars(arguments) | dict(cpu_blocks=given[0]))
     pages = offload.host_blocks(model, options, page_bytes)
     # 2. Storage, and the engine
     config, (threshold, *timeout) = backends.settings(arguments.storage_config, arguments)
     storage = url and backends.open_storage(url, config, arguments.storage_bandwidth)
     if arguments.hicache_io_backend and model.device.type != "cuda":
         raise BadRequest("--hicache-io-backend chooses what copies on a GPU, and here is none: leave it out.")
-    cache = TieredCache(
+    cache = PREFETCH[arguments.prefetch](
         pages, hardware.bandwidth(model, arguments.link), storage, arguments.prefetch,
         arguments.write_policy, arguments.layout, threshold, tuple(timeout), arguments.hicache_io_backend,
     )  # fmt: skip

@@ -44,7 +44,7 @@ class Bench(ExitStack):
     def __init__(self, model):
         super().__init__()
         self.folder = self.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-"))
-        self.model, self.rng = model, random.Random(0)
+        self.model, self.rng, self.bandwidth = model, random.Random(0), hardware.bandwidth(model)
         self.draw = partial(draw, self.rng, model)  # (tokens)
 
     def engine(self, on_device: int, cache=None):
@@ -56,7 +56,8 @@ class Bench(ExitStack):
     def cache(self, on_host: int, **options):
         """Host memory for so many tokens, over the default link."""
         behind = store.Storage(backends.open_backend(f"file:{self.folder}/pages", {}), "files")
-        return tiers.TieredCache(-(-on_host // PAGE), hardware.bandwidth(self.model), behind, **options)
+        kind = tiers.PREFETCH[options.get("prefetch", "timeout")]
+        return kind(-(-on_host // PAGE), self.bandwidth, behind, **options)
 
 
 def slow_storage(engine, bandwidth: modelled_link.Bandwidth | None):
@@ -156,23 +157,25 @@ def mixed(engine, taken: dict, at_once: int, model) -> dict:
 
 def policies(model, arguments, tokens: int = 1024):
     with Bench(model) as bench:
-        engine = bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch="both_ends"))
-        cache, storage = engine.behind.cache, engine.behind.cache.storage
-        history, size = bench.draw(tokens), tokens // PAGE * cache.host.block_bytes
+        engine, both = (bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch=policy)) for policy in ("timeout", "both_ends"))
+        history, size = bench.draw(tokens), tokens // PAGE * engine.behind.cache.host.block_bytes
         lesson.ask(engine, history + bench.draw(1), 1)
 
         def once(policy: str, question: list[int]) -> Request:
-            forget(engine)
+            asked = both if policy == "both_ends" else engine
+            cache, storage = asked.behind.cache, asked.behind.cache.storage
+            forget(asked)
             time.sleep(0.02)
             cache.prefetch_policy, cache.storage = policy, None if policy == "computed" else storage
-            request, cache.storage = lesson.ask(engine, history + question, 1), storage
+            request, cache.storage = lesson.ask(asked, history + question, 1), storage
             return request
 
         alone = [once("computed", bench.draw(ASKED)) for _ in range(2)][-1].outcome.ttft_ms
         for r, always in itertools.product((1.0, 2.0), (True, False)):
             for _ in range(3):  # until r is within a tenth of what the row's own rounds say
-                slow_storage(engine, modelled_link.Bandwidth(size / (1e-3 * r * alone)))
-                engine.behind.estimates.always, cache.timeout = always, (1e-3 * alone / 3, 0.0)  # a third of computing
+                for each in engine, both:
+                    slow_storage(each, modelled_link.Bandwidth(size / (1e-3 * r * alone)))
+                    each.behind.estimates.always, each.behind.cache.timeout = always, (1e-3 * alone / 3, 0.0)  # a third of computing
                 found = list(measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 5))
                 before, alone = alone, found[-1]["ttft_ms"]["computed"]["median"]
                 if 0.9 < before / alone < 1.1:

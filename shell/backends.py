@@ -13,6 +13,7 @@ import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 from common.requests import BadRequest
 from common.store import Storage, StoredChunks
@@ -197,6 +198,33 @@ def open_backend(url: str, config: dict | None = None):
 def open_storage(url: str, config: dict | None = None, bandwidth=None) -> Storage:
     """Return the Storage behind a back end that is opened now. Raises BadRequest."""
     return Storage(open_backend(url, config), label(url), bandwidth)
+
+
+def pages_in_storage(cache) -> list:
+    """Return the pages that storage has, as far as chapter 07's cache knows."""
+    return [page for node in cache.tree.nodes() if node.stored for page in node.pages]
+
+
+def attach_storage(cache, storage: Storage | None):
+    """Between two steps: have chapter 07's cache go on with another storage, or with none, and close the one
+    before on a thread, when nothing of it is under way. What is being read does not come, and what is being
+    written may be lost."""
+    engine, before, writing = cache.engine, cache.storage, set(cache.writing)
+    for request in (*engine.waiting, *engine.running):
+        cache.finished(request)         # it goes on, without what was noted for the storage before
+    for known in cache.coming, cache.writing, cache.unwritten:
+        known.clear()
+    if before:
+        for lane in "ask", "read", "measure", "write":
+            for transfers, held, _ in cache.under_way.pop(lane, ()):
+                cache.hold(before, transfers, given=held)       # on a lane of its own, and nothing is noted
+        cache.hold(before, [], then=lambda arrived: Thread(target=before.close, daemon=True).start())
+    cache.storage = storage
+    if storage:
+        storage.open(engine.wake.set)
+        cache.measure_storage()
+    cache.doubt([page for node in cache.tree.nodes() if node.places or node.stored for page in node.pages])
+    cache.count_lost(writing)
 
 
 def configuration(text: str) -> dict:

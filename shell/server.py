@@ -269,11 +269,11 @@ def look(server: Server, numbers: WeakKeyDictionary, last: dict) -> dict:
                      version=len(asked.timeline.spans)) for asked in over]
     info, cache = dict(server.info, context=server.frontend.context), server.cache
     storage = None
-    if hasattr(cache, "in_storage"):            # chapter 07, with or without a storage
-        kept, (pages, reading, writing) = cache.storage, cache.in_storage()
+    if hasattr(cache, "tree"):                  # chapter 07, with or without a storage
+        kept, pages = cache.storage, cache.pages_in_storage()
         storage = dict(name=kept and str(kept), silent=bool(kept and kept.silent), pages=len(pages),
                        owners={at: owner[key] for at, key in enumerate(pages) if key in owner},
-                       reading=reading, writing=writing)
+                       reading=len(cache.coming), writing=len(cache.writing))
     return dict(info=info, requests=requests, pools=pools, storage=storage, counters=engine.counters(),
                 finished=finished)
 
@@ -340,7 +340,7 @@ def add_page(app: Flask, server: Server):
     @app.route("/storage", methods=["GET", "PUT", "DELETE"])
     def storage():
         """Show, attach and detach the storage of a Cache that has any (07)."""
-        if not hasattr(cache, "attach_storage"):
+        if not hasattr(cache, "tree"):
             raise BadRequest("This chapter has no storage to attach; see GET / and GET /health.", 404)
         if request.method != "GET":             # a storage is opened on this thread: it may take a second
             put = request.method == "PUT"

@@ -294,7 +294,7 @@ def test_pages_are_in_as_many_pieces_as_the_lesson_says(layout, order):
     shape, pages = (8, 6, 2, 16, 4, 8), [1, 2, 3, 4]  # layers, places, K and V, tokens, heads, head size
     host = torch.zeros([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(6)])
     device = torch.zeros(2, 6, 16, 4, 8).transpose(0, 1)  # a layer of it
-    counted, link, value = [], make(Bandwidth(FAST)), places.as_integers(host)[:, 0]
+    counted, link, value = [], make(Bandwidth(FAST)), places.as_integers(host.permute(1, *(axis for axis in order if axis != 1)))[0]
     link.bandwidth.arrival = lambda start, size, pieces: counted.append(pieces) or start
     for some in pages[:1], pages, pages[::-1]:
         link.copy(device, host[0], "", places.Places(some, some)).wait()

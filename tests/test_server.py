@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -495,9 +496,9 @@ def test_evicting_drops_what_is_cached(client):
 def test_storage_is_shown_attached_and_detached_from_this_machine_only(client, frontend, tmp_path):
     assert "no storage" in client.ask("/storage").error(404)
     engine = Engine()
-    cache = Mock(storage=None, open_storage=backends.open_storage)
-    engine.behind = Mock(cache=cache)
+    cache = SimpleNamespace(tree=None, storage=None, open_storage=backends.open_storage)
     cache.attach_storage = lambda kept: kept and kept.open(engine.wake.set) or setattr(cache, "storage", kept)
+    engine.behind = SimpleNamespace(cache=cache)
     with serving(frontend, engine) as client:
         put, url = partial(client.ask, "/storage", method="PUT"), f"file:{tmp_path}"
         assert client.ask("/storage").json["storage"] is None

@@ -183,35 +183,6 @@ def test_the_tree_says_of_each_page_what_a_dictionary_says():
     assert len(tree.nodes()) < tree.size, "pages that follow each other share a node"
 
 
-def test_pages_in_the_same_tiers_are_one_node_again_and_those_that_are_not_are_split():
-    prefixes, tree = paged.Prefixes("", 1), tiers.HiRadixTree()
-    chain, other = prefixes.extend([], [*range(8)]), prefixes.extend([], [0, 1, 2, 9])
-
-    def shape() -> list:
-        return [(len(node.pages), node.device, node.places, node.stored) for node in tree.nodes()]
-
-    def mark(pages, places=(), **state):
-        for node in tree.change(pages):
-            [setattr(node, name, value) for name, value in state.items()]
-            node.places = [dict(zip(pages, places))[page] for page in node.pages if places]
-
-    prefixes.use(chain)
-    mark(chain, device=True)
-    assert shape() == [(8, True, [], False)]
-    mark(chain[2:5], [7, 8, 9])
-    assert shape() == [(2, True, [], False), (3, True, [7, 8, 9], False), (3, True, [], False)]
-    mark(chain[5:], device=False)
-    mark([chain[3]], [8], stored=True)
-    assert shape() == [(2, True, [], False), (1, True, [7], False), (1, True, [8], True), (1, True, [9], False),
-                       (3, False, [], False)]  # fmt: skip
-    mark(chain[5:], device=True)
-    mark(chain[2:5], stored=False)
-    assert shape() == [(8, True, [], False)]
-    prefixes.use(other)
-    mark(other, device=True)
-    assert sorted(size for size, *_ in shape()) == [1, 3, 5], "two conversations part, in the same tiers"
-
-
 def test_a_match_looks_at_the_nodes_on_its_path_only():
     prefixes, tree = paged.Prefixes("", 1), tiers.HiRadixTree()
     for number in range(400):
@@ -295,13 +266,16 @@ def test_a_page_that_storage_has_is_not_dirty_when_it_was_computed_again(write):
         assert not engine.counts["dirty_evicted"] + engine.counts["storage_pages_written"]
 
 
-def test_a_copy_out_that_was_not_begun_is_begun_later_and_leaves_no_gap():
-    shelf = Shelf()
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_copy_out_that_failed_or_was_not_begun_is_begun_later_and_leaves_no_gap(fails):
+    shelf, rng = Shelf(), random.Random(0)
     with engine_on(shelf) as engine:
-        engine.submit(request := Request(draw(random.Random(0), 100), 40))
-        engines.believe_slow(engine.behind.cache.save_link)
-        assert steps(engine, lambda: len(request.new) == 2)
-        assert not engine.counts["swap_outs"]
+        engine.submit(request := Request(draw(rng, 100), 40))
+        if not fails:
+            engines.believe_slow(engine.behind.cache.save_link)
+        with faulty(rng, failing=float(fails), lanes=["save"]) as faults:
+            assert steps(engine, lambda: len(request.new) == 2)
+        assert bool(faults.failed) == fails and not engine.behind.cache.host.block_of
         engine.behind.cache.save_link.measured.forget()
         until_over(engine, request)
         settle(engine)
@@ -355,6 +329,8 @@ def test_an_eviction_waits_as_long_as_its_copy_takes_and_one_that_fails_or_is_la
         with faulty(rng, failing=0.3, late=0.3, noisy=2, delay=0.2, lanes=["save"]) as faults:
             for prompt in rng.choices([draw(rng, 100) for _ in range(4)], k=24):
                 right(engine, prompt)
+                late = [transfer for transfer, *_ in faults.copies if not transfer.ready]
+                assert not late or any(engine.behind.cache.host.references), "it still writes there"
             settle(engine)
         assert faults.failed and faults.delayed and counts["pages_lost"] > 0 and counts["pages_written"] > written
 
@@ -380,30 +356,21 @@ def test_a_match_ends_at_a_gap_in_host_memory_though_the_device_has_that_page():
         assert right(engine, prompt).found == {"cpu": 16}
 
 
-def test_the_writer_writes_what_is_wanted_and_not_stored_and_nothing_behind_a_gap():
-    with engine_on(Shelf()) as engine:
+def test_nothing_is_written_behind_a_page_that_no_tier_has():
+    with engine_on(shelf := Shelf()) as engine:
         right(engine, prompt := draw(random.Random(0), 70))
         settle(engine)
-        cache, (first, gone, *rest) = engine.behind.cache, engine.prefixes.extend([], prompt)
-        cache.storage.set = Mock(wraps=cache.storage.set)
-
-        def written(**state) -> list:
-            for node in cache.tree.change(rest):
-                [setattr(node, name, value) for name, value in state.items()]
-            cache.storage.set.reset_mock()
-            cache.send_l3([first, gone, *rest])
-            settle(engine)
-            return [key for call in cache.storage.set.call_args_list for key in call.args[0]]
-
-        engine.pool.evict([engine.pool.block_of[page] for page in (gone, *rest)])
-        cache.host.evict([cache.host.block_of[gone]])
-        assert written(stored=True) == [] and written(stored=False, wanted=False) == []
-        assert written(wanted=True) == [page.key for page in rest]
-        for node in cache.tree.change([gone]):
-            node.stored = False
-        assert written(stored=False) == [], "the page before them is in no tier"
-        cache.host.evict([cache.host.block_of[page] for page in rest])
-        assert not cache.storage.set.called and engine.counts["pages_lost"] == len(rest)
+        cache, (_, *later) = engine.behind.cache, engine.prefixes.extend([], prompt)
+        engine.pool.evict([engine.pool.block_of[page] for page in later])
+        forget_from(engine, prompt, page=1)  # only storage has them, and loses them
+        for page in later:
+            del shelf.pages[page.key.hex()]
+        cache.in_l2(later[1:], places := cache.host.allocate(2))
+        cache.host.release(places)
+        cache.doubt(later)
+        settle(engine)
+        cache.host.evict(places)
+        assert len(shelf) == 1 and engine.counts["pages_lost"] == 2
 
 
 # 3. Coming up ----------------------------------------------------------------------------------
@@ -512,17 +479,13 @@ def test_before_both_ends_has_begun_storage_brings_all_or_fails(found):
         assert steps(engine, lambda: request.outcome, 500) and request.found == found and ORACLE.judge(request) != "wrong"
 
 
-def test_behind_a_page_that_the_tree_has_forgotten_both_ends_claims_nothing():
+def test_before_a_page_that_host_memory_has_lost_both_ends_claims_nothing(monkeypatch):
     with only_stored(480, "both_ends") as (engine, shelf, prompt):
-        tree, chain = engine.behind.cache.tree, engine.prefixes.extend([], prompt)
-        engine.token_budget, shelf.get, spans = 16, slower(shelf.get, 0.02), tree.spans
-
-        def forgetful(run):  # lacks the last page that is to come back, as far as `restore_from_back` can see
-            hides = sys._getframe(1).f_code.co_name == "restore_from_back"
-            return spans([paged.Prefix(page.parent, (), b"") if hides and page is chain[28] else page for page in run])
-
-        tree.spans = forgetful
-        assert not right(engine, prompt).found, "what lies before it would come into its place"
+        host, last, poll = engine.behind.cache.host, engine.prefixes.extend([], prompt)[28], engines.offload.HostCache.poll
+        engine.token_budget, shelf.get = 16, slower(shelf.get, 0.02)
+        lose = lambda: host.evict([place for place in [host.block_of.get(last)] if place in host.cached])  # noqa: E731
+        monkeypatch.setattr(engines.offload.HostCache, "poll", lambda cache: (poll(cache), lose()))
+        assert not right(engine, prompt).found, "they would come into its place"
 
 
 def test_both_ends_begins_with_what_host_memory_has_however_slow_storage_is():
@@ -628,17 +591,6 @@ def test_what_was_read_for_a_request_that_waits_does_not_leave_for_another_ones_
         assert asked[0].found == {"storage": 96}
 
 
-def test_what_could_not_be_copied_out_is_copied_with_what_follows():
-    rng = random.Random(0)
-    with engine_on(Shelf()) as engine:
-        engine.submit(request := Request(draw(rng, 100), 40))
-        with faulty(rng, failing=1.0, lanes=["save"]) as faults:
-            assert steps(engine, lambda: len(request.new) == 2)
-        until_over(engine, request)
-        settle(engine)
-        assert faults.failed and len(engine.behind.cache.host.find(request.chain)) >= 8
-
-
 def test_storage_is_asked_nothing_for_a_request_that_must_compute():
     with only_stored() as (engine, shelf, prompt):
         shelf.asked.clear()
@@ -707,18 +659,41 @@ def test_what_storage_lacks_is_not_read_when_it_has_left_host_memory_meanwhile()
 
 # 4. Storage ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("layout", tiers.LAYOUTS)
-def test_engines_of_different_layouts_share_storage(layout):
+@pytest.mark.parametrize("second", tiers.LAYOUTS)
+@pytest.mark.parametrize("first", tiers.LAYOUTS)
+def test_engines_share_storage_whose_layouts_have_pages_of_the_same_bytes(first, second):
     shelf, prompt = Shelf(), draw(random.Random(0), 200)
-    kept = []
-    for each, found in ("page_first", {}), (layout, {"storage": 192}):
-        with engine_on(shelf, layout=each) as engine:
+    shares, kept = (first == "page_first") == (second == "page_first"), []
+    for layout, found in (first, {}), (second, {"storage": 192} if shares else {}):
+        with engine_on(shelf, layout=layout) as engine:
             assert right(engine, prompt).found == found
-            strides = engine.behind.cache.host.memory.stride()
-            assert [strides[axis] for axis in tiers.LAYOUTS[each]] == sorted(strides, reverse=True)
+            memory, page = engine.behind.cache.host.memory, engine.behind.cache.array[0]
+            assert [memory.stride(axis) for axis in tiers.LAYOUTS[layout]] == sorted(memory.stride(), reverse=True)
+            assert page.flags.c_contiguous == (layout != "layer_first"), "it is read and written in one piece"
             table = engine.pool.find(engine.prefixes.extend([], prompt))
             kept.append(engine.pool.memory[:, :, table].clone())
-    assert torch.equal(*kept)
+    assert torch.equal(*kept) and len(shelf) == (12 if shares else 24)
+
+
+@pytest.mark.parametrize("when", ["before it is asked", "behind its answer", "while it fails"])
+def test_storage_that_restarts_empty_gets_its_pages_again_and_those_that_nothing_has_are_lost(when):
+    with only_stored(470) as (engine, shelf, prompt):
+        right(engine, prompt)
+        evict(engine)
+        forget_from(engine, prompt, page=10)  # host memory has ten pages, and storage all 29
+
+        def restart(keys):
+            shelf.pages.clear()
+            return [None] * len(keys) if when == "behind its answer" else 1 / 0
+
+        if when == "before it is asked":
+            shelf.pages.clear()
+        get, shelf.get = shelf.get, restart
+        with in_line(engine, prompt) as request:
+            assert steps(engine, lambda: engine.counts["pages_lost"] == 19)
+            shelf.get = get
+        settle(engine)
+        assert len(shelf) == 29 and engine.counts["pages_lost"] == 19 and request.found == {"cpu": 160}
 
 
 @pytest.mark.parametrize("verb", ["get", "exists"])
@@ -1077,12 +1052,13 @@ def test_folders_begin_at_home_and_what_is_none_is_one_sentence(tmp_path, monkey
 
 # 5. While it runs ------------------------------------------------------------------------------
 
-def test_traffic_on_storages_that_fail_come_and_go():
+@pytest.mark.parametrize("policies", [[*tiers.PREFETCH][:3], ["both_ends"]])
+def test_traffic_on_storages_that_fail_come_and_go(policies):
     """And on whichever policies."""
     rng, shelves, stored = random.Random(0), [Shelf(), Shelf()], []
 
     def make_one(name, blocks, size, **options):
-        engine = make(tiered(blocks, "timeout", "write_through", shelves[0]), blocks, size, **options)
+        engine = make(tiered(blocks, policies[0], "write_through", shelves[0]), blocks, size, **options)
         engine.step = partial(change_and_step, engine.behind.cache, engine.step)
         return engine
 
@@ -1090,8 +1066,8 @@ def test_traffic_on_storages_that_fail_come_and_go():
         if rng.random() < 0.16:
             known = {page.key.hex() for node in cache.tree.nodes() if node.stored for page in node.pages}
             assert known <= set(cache.storage.backend.pages if cache.storage else ()), "it has what it says"
-            cache.attach_storage(rng.choice([None, *map(store.Storage, shelves)]))
-            cache.prefetch_policy, cache.write_policy = rng.choice(tiers.PREFETCH), rng.choice(tiers.WRITE)
+            backends.attach_storage(cache, rng.choice([None, *map(store.Storage, shelves)]))
+            cache.prefetch_policy, cache.write_policy = rng.choice(policies), rng.choice(tiers.WRITE)
             stored.append(len(known))
         step()
 
@@ -1110,7 +1086,7 @@ def test_a_storage_that_hangs_is_left_for_another_one_which_gets_what_is_owed():
         right(engine, new)  # whose pages are being written
         engine.submit(request := Request(prompt, 4))
         assert steps(engine, lambda: request.kept and request.kept.reads)
-        engine.behind.cache.attach_storage(store.Storage(other))
+        backends.attach_storage(engine.behind.cache, store.Storage(other))
         until_over(engine, request)
         assert request.found == {} and ORACLE.judge(request) != "wrong"
         assert steps(engine, lambda: len(other) == 24)
@@ -1120,7 +1096,7 @@ def test_a_storage_that_hangs_is_left_for_another_one_which_gets_what_is_owed():
         assert closed.wait(60)
         for storage, found in (engine.behind.cache.storage, {"storage": 192}), (None, {}):
             forget(engine)
-            engine.behind.cache.storage is storage or engine.behind.cache.attach_storage(storage)
+            engine.behind.cache.storage is storage or backends.attach_storage(engine.behind.cache, storage)
             assert right(engine, prompt).found == right(engine, new).found == found
 
 
