@@ -83,13 +83,14 @@ def draw_among_likeliest(shares, u, top_k, top_p):
 def keep(shares, goal, measure):
     """Keep the fewest shares [V], the largest first, whose `measure`s sum to goal [1]; the others become 0.
     A radix select: sum by ten bits of the shares at a time, the highest bits first. Nothing is sorted."""
-    bits, weights, kept = shares.view(torch.int32), measure(shares).double(), shares > 1
+    bits, weights = shares.view(torch.int32), measure(shares).double()
+    at = torch.arange(len(shares), device=shares.device)        # where the least kept share may be
     for shift in 20, 10, 0:
-        digits = 1023 - (bits >> shift & 1023).long()           # [V]; 0 for the largest shares
-        upto = F.pad(weights.new_zeros(1024).scatter_add_(0, digits, weights).cumsum(0), (1, 0))
-        found = torch.searchsorted(upto, goal) - 1              # the digits of the last share that is kept
-        kept |= (digits < found) & (weights > 0)
-        goal, weights = goal - upto[found], weights.where(digits == found, 0)
-    equal = weights.nonzero()[:, 0]
-    kept[equal[weights[equal].cumsum(0) - weights[equal] < goal]] = True
-    return shares.where(kept, 0)
+        digits = 1023 - (bits[at] >> shift & 1023).long()       # 0 for the largest shares
+        upto = F.pad(weights.new_zeros(1024).scatter_add_(0, digits, weights[at]).cumsum(0), (1, 0))
+        found = torch.searchsorted(upto, goal.minimum(upto[-1:])) - 1   # digits of the least kept share
+        goal, at = goal - upto[found], at[digits == found]
+    kept = shares.where(shares > shares[at[0]], 0)
+    first = at[weights[at].cumsum(0) - weights[at] < goal]      # of equal ones
+    kept[first] = shares[first]
+    return kept
