@@ -74,7 +74,4 @@ def end(code: int, words: str = "\nInterrupted."):
 
 def to_json(value, **options) -> str:
     """Write strict JSON, which knows no infinity: a number that is not finite is null."""
-    try:
-        return json.dumps(value, allow_nan=False, **options)
-    except ValueError:
-        return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None), **options)
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None), **options)

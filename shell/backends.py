@@ -1,8 +1,6 @@
 """Back ends of storage, and what opens them: a directory of files, Redis, a class of one's own."""
 import argparse
 import errno
-import functools
-import importlib
 import inspect
 import json
 import os
@@ -10,8 +8,9 @@ import re
 import sys
 import tempfile
 import time
-import uuid
 from contextlib import suppress
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
 
@@ -25,7 +24,7 @@ FULL = errno.ENOSPC, errno.EDQUOT
 PAUSE = 60.0  # seconds without making room on a full file system, after that has not helped
 
 
-@functools.cache
+@cache
 def say_once(words: str):
     """Print a line to stderr, once in the life of the process."""
     with suppress(OSError):
@@ -104,7 +103,7 @@ class Directory:
 
     def write(self, key: str, value: bytes, again: bool = True):
         """Write a value; on a full file system make room, and write it `again`. Raises OSError."""
-        temporary = self.folder / f"{key}.page.{uuid.uuid4().hex}.tmp"
+        temporary = self.folder / f"{key}.page.{os.urandom(16).hex()}.tmp"
         if not self.folder.is_dir():
             os.makedirs(self.folder, exist_ok=True)
             self.index = set()
@@ -151,7 +150,6 @@ class RedisBackend:
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)     # what comes late is worth nothing
         limits = dict(socket_timeout=timeout, socket_connect_timeout=timeout)
         self.client = redis.Redis.from_url(url, retry=retry, **limits)
-        self.close = self.client.close
 
     def exists(self, keys: list[str]) -> list[bool]:
         with self.client.pipeline(transaction=False) as pipeline:
@@ -175,14 +173,13 @@ def open_backend(url: str, config: dict | None = None):
         raise BadRequest(f"'{label(url)}' names no folder; write file:pages (here), or file:/srv/pages.")
     try:
         known = dict(file=Directory, redis=RedisBackend, rediss=RedisBackend, unix=RedisBackend)
-        kind = known.get(module) or getattr(importlib.import_module(module), name)
+        kind = partial(known[module], url) if module in known else getattr(import_module(module), name)
         takes = inspect.signature(kind).parameters if config else {}
-        names = [key for key in takes if key != "url" or module not in known]
-        wrong = [key for key in config or () if key not in names]
+        wrong = [key for key in config or () if key not in takes]
         if wrong and not any(each.kind is each.VAR_KEYWORD for each in takes.values()):
-            words = f"has no setting {wrong[0]!r:.40}; it has {', '.join(names) or 'nothing'}."
+            words = f"has no setting {wrong[0]!r:.40}; it has {', '.join(takes) or 'nothing'}."
             raise BadRequest(f"The storage '{label(url)}' {words}")
-        backend = kind(*[url] * (module in known), **config or {})
+        backend = kind(**config or {})
         backend.exists(["0" * 64])
         return backend
     except BadRequest:
@@ -236,7 +233,7 @@ def configuration(text: str) -> dict:
             text, words = file.expanduser().read_text("utf-8-sig"), "give a JSON object in the file"
             if file.suffix == ".toml":
                 words = "TOML needs Python 3.11 or newer, and lines such as limit_gb = 4"
-                parse = importlib.import_module("tomllib").loads
+                parse = import_module("tomllib").loads
         return dict(**parse(text))
     except (ImportError, OSError, TypeError, ValueError, RuntimeError):
         raise argparse.ArgumentTypeError(words) from None

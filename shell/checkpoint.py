@@ -62,8 +62,7 @@ def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = F
     except Exception as error:              # the libraries raise whatever their parsers raise
         words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         hint = "the hub was not reached." if words.startswith("LocalEntryNotFoundError") else "is it whole?"
-        words = limits.shortage(error, {}) or f"{name} cannot be loaded ({words}); {hint} {OFFLINE}"
-        raise ModelError(words) from error
+        raise ModelError(f"{name} cannot be loaded ({words}); {hint} {OFFLINE}") from error
 
 
 def read_model(name: str, dtype: str, device: str, on_host: bool, division):
@@ -149,18 +148,15 @@ def find_tensors(name: str, folder: Path, whole: dict) -> dict:
     if one not in stored.values():
         find_folder(name, [one], commit=folder.name)
         if (folder / one).exists():
-            stored = dict.fromkeys(read_tensor(folder / one), one)
+            with safe_open(folder / one, "pt") as file:
+                stored = dict.fromkeys(file.keys(), one)
+    if not stored:
+        raise ModelError(f"{name} has no model.safetensors. {WHOLE}")
     for key, file in stored.items():
         if key not in whole and not key.endswith("rotary_emb.inv_freq"):        # which Rotary computes
             raise ModelError(f"{folder / file} has a tensor {key}, which this model has no place for.")
-    files = sorted(set(stored.values()))
-    if files:
-        find_folder(name, files, commit=folder.name)
-    held = {file: read_tensor(folder / file) for file in files if (folder / file).exists()}
-    found = {key: folder / file for key, file in stored.items() if key in held.get(file, ())}
-    if not found:
-        raise ModelError(f"{name} has no model.safetensors. {WHOLE}")
-    return found
+    find_folder(name, set(stored.values()), commit=folder.name)
+    return {key: folder / file for key, file in stored.items()}
 
 
 def read_tokenizer(folder: Path):
@@ -217,7 +213,7 @@ def read_tensors(names, whole: dict, found: dict, config: LlamaConfig, digest):
                          f"tie_word_embeddings in {found[both[0]].parent}.")
     for name in names:
         source = both[0] if both and name in TIED else name
-        if source not in found:
+        if source not in found or not found[source].exists():
             folder = next(iter(found.values())).parent
             raise ModelError(f"{folder} lacks {name}; it is incomplete: copy or download it again.")
         tensor, shape = read_tensor(found[source], source), whole[name].shape
@@ -229,12 +225,10 @@ def read_tensors(names, whole: dict, found: dict, config: LlamaConfig, digest):
         yield name, tensor
 
 
-def read_tensor(path: Path, name: str | None = None):
-    """A tensor of a file, or all names in it. The file is opened each time: closing it unmaps what was read.
-    Raises ModelError."""
+def read_tensor(path: Path, name: str) -> torch.Tensor:
+    """Return a tensor of a file. Each call opens the file, because closing it unmaps what was read. Raises
+    ModelError."""
     with safe_open(path, "pt") as file:
-        if name is None:
-            return list(file.keys())
         tensor = file.get_tensor(name)
     if tensor.dtype not in (torch.float64, *DTYPES.values()):
         raise ModelError(f"{path}: {name} is {str(tensor.dtype)[6:]}; choose a model that is not quantized, "
@@ -247,16 +241,14 @@ def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
     claim of equality is checked against."""
     from transformers import AutoModelForCausalLM, GenerationConfig, logging
     from transformers import LlamaConfig as TheirConfig
+    options = dict(dtype=dtype, attn_implementation="sdpa")
     if name.startswith("random:"):      # on the host, where no weight is copied for products
         plain = load(name, str(dtype)[6:], device, on_host=True)[0]
-        fields = asdict(plain.config)
-        sizes = {key: fields[key] for key in fields if not key.startswith("rope_") and "bias" not in key}
-        model = AutoModelForCausalLM.from_config(
-            TheirConfig(**sizes), dtype=dtype, attn_implementation="sdpa")
+        fields = asdict(plain.config) | dict(rope_scaling=None)
+        model = AutoModelForCausalLM.from_config(TheirConfig(**fields), **options)
         model.load_state_dict(weights(plain), assign=True)
     else:
         logging.disable_progress_bar()      # of reading, in a demo's output
-        model = AutoModelForCausalLM.from_pretrained(
-            str(find_folder(name)), dtype=dtype, attn_implementation="sdpa", use_safetensors=True)
+        model = AutoModelForCausalLM.from_pretrained(find_folder(name), use_safetensors=True, **options)
         model.generation_config = GenerationConfig()    # the folder's may sample, or punish repetition
     return model.to(device).eval()

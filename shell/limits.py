@@ -15,7 +15,7 @@ ROOT = Path("/")        # of /proc and /sys
 MEMORY = ("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 TIME = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")      # microseconds in each period
 SIZES = "gpu_blocks", "cpu_blocks", "hicache_size", "hicache_ratio", "blocks", "mini_batch", "token_budget"
-SHORT = re.compile("allocate memory|out of memory|enough memory|bad_alloc|start new thread|os error 12")
+SHORT = re.compile("MemoryError|allocate memory|out of memory|enough memory|bad_alloc|start new thread|os error 12")
 
 
 def numbers(folder: Path, *names: str, pattern: str = r"-?\d+") -> list[int]:
@@ -38,9 +38,7 @@ def groups(controller: str):
 
 def free_host_memory() -> float:
     """Return the bytes that can still be allocated; infinite where nothing limits them."""
-    available = numbers(ROOT, "proc/meminfo", pattern=r"^MemAvailable: +(\d+)")
-    available = numbers(ROOT, "proc/meminfo", pattern=r"^MemAvailable: +(\d+)")
-    free = [float("inf"), *(1024 * size for size in available)]
+    free = [1024 * size for size in numbers(ROOT, "proc/meminfo", pattern=r"^MemAvailable: +(\d+)")]
     for folder in groups("memory"):
         for limit, used, kind in MEMORY:
             if len(found := numbers(folder, limit, used)) == 2:         # and the limit is not "max"
@@ -50,7 +48,7 @@ def free_host_memory() -> float:
         for kind, used in (resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5]):
             if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
                 free.append(limit - used * resource.getpagesize())
-    return max(0, min(free))
+    return max(0, min(free, default=float("inf")))
 
 
 def limit_threads():
@@ -59,14 +57,13 @@ def limit_threads():
     for folder in groups("cpu"):
         for names in TIME:
             if len(found := numbers(folder, *names)) == 2 and found[0] > 0:     # neither "max" nor -1
-                most = max(1, found[0] // found[1])
-                if torch.get_num_threads() > most and "OMP_NUM_THREADS" not in os.environ:
-                    torch.set_num_threads(most)
+                if "OMP_NUM_THREADS" not in os.environ:
+                    torch.set_num_threads(max(1, min(torch.get_num_threads(), found[0] // found[1])))
 
 
 def shortage(error: Exception, options: dict) -> str | None:
     """Return a sentence that says what to make smaller if an allocation has failed. PyTorch and safetensors
     say so only in words. `options`: of the command line."""
-    if isinstance(error, MemoryError) or SHORT.search(str(error)):
+    if SHORT.search(f"{type(error).__name__}: {error}"):
         smaller = ["--model", *(f"--{name.replace('_', '-')}" for name in SIZES if name in options)]
         return f"Memory is short here; make {', '.join(smaller)} smaller, or take a 16-bit --dtype."

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from weakref import WeakValueDictionary
 
@@ -37,9 +38,8 @@ class Ranks:
         """Meet the other ranks. Raises ModelError."""
         self.rank, self.count, self.agreements = rank, count, 0
         if count > 1:
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            try:
-                dist.init_process_group(backend, None, timedelta(seconds=TIMEOUT), count, rank)
+            try:        # by gloo between hosts' memories, and by NCCL between GPUs
+                dist.init_process_group(None, None, timedelta(seconds=TIMEOUT), count, rank)
             except RuntimeError as error:
                 why = str(error).splitlines()[0]
                 raise ModelError(f"The ranks have not met ({why}); start all of them, by one torchrun.")
@@ -138,8 +138,7 @@ class Everywhere:
                 request = self.known[name] = Request(**fields, writer=writer)
             self.engine.submit(request)
         elif verb == "cancel" and request and request.outcome is None:
-            kind, words = more
-            self.engine.cancel(request, getattr(requests, kind)(words))
+            self.engine.cancel(request, getattr(requests, more[0])(more[1]))
         elif verb == "evict":
             self.engine.evict(name)
         self.closed |= verb == "close"
@@ -174,17 +173,14 @@ def of_environment(asked: int | None) -> tuple[int, int]:
     given = {name: os.environ[name] for name in (*NEEDED, "LOCAL_RANK") if name in os.environ}
     if not given:
         return 0, asked or 2
-    try:
+    with suppress(KeyError, ValueError):
         rank, count, port = (int(given[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-        local, host = int(given.get("LOCAL_RANK", rank)), given["MASTER_ADDR"]
-        right = host and 0 < port < 1 << 16 and min(rank, local) >= 0 and max(rank, local) < count
-    except (KeyError, ValueError):
-        right = False
-    if not right or asked not in (None, count):
-        words = [f"{name}={value}" for name, value in given.items()] + [f"--ranks {asked}"] * bool(asked)
-        raise ModelError(f"Ranks cannot start from {', '.join(words)}: torchrun sets {', '.join(NEEDED)}, as "
-                         f"--ranks says; start all by it, or unset {', '.join(given)}.")
-    return rank, count
+        local, right = int(given.get("LOCAL_RANK", rank)), given["MASTER_ADDR"] and 0 < port < 1 << 16
+        if right and 0 <= min(rank, local) and max(rank, local) < count and asked in (None, count):
+            return rank, count
+    words = [f"{name}={value}" for name, value in given.items()] + [f"--ranks {asked}"] * bool(asked)
+    raise ModelError(f"Ranks cannot start from {', '.join(words)}: torchrun sets {', '.join(NEEDED)}, as "
+                     f"--ranks says; start all by it, or unset {', '.join(given)}.")
 
 
 def join(asked: int | None) -> Ranks:
