@@ -341,7 +341,7 @@ def demo(model, frontend: Frontend, arguments):
         even = cache.chunk_bytes * len(prompt) / CHUNK / seconds  # bytes/s
         speeds = {
             "as fast as computing": modelled_link.Bandwidth(even),
-            "four times slower and faster by turns": modelled_link.Trace([even / 4, 4 * even], seconds / 5),
+            "four times slower or faster": modelled_link.Bandwidth(even / 4, 4 * even, seconds=seconds / 5),
             "twenty times faster": modelled_link.Bandwidth(20 * even),
         }
     for words, storage.bandwidth in speeds.items():
@@ -364,8 +364,8 @@ def ask_again(engine, prompt: list[int], way: str, last: dict) -> float:
     engine.evict("device")
     engine.behind.cache.share = 0.0 if way == "only loading" else 1.0
     last[way] = request = Request(prompt, 2, must_compute=way == "only computing")
-    if isinstance(trace := engine.behind.cache.storage.storages[0].bandwidth, modelled_link.Trace):
-        trace.began = time.perf_counter()  # its first speed
+    if bandwidth := engine.behind.cache.storage.storages[0].bandwidth:
+        bandwidth.began = time.perf_counter()  # its first speed
     engine.generate([request])
     return request.outcome.ttft_ms
 

@@ -181,7 +181,7 @@ class Larger:
         for words, share in LINKS.items() if modelled else [("the link as it is", 1.0)]:
             speed = states / project / share if modelled else None
             for cache in caches if modelled else ():
-                cache.load_link.bandwidth.value = speed
+                cache.load_link.bandwidth.values = [speed]
             yield f"{LARGER}, TTFT behind {HISTORY} tokens, {words}", speed
 
 

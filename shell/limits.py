@@ -15,7 +15,7 @@ ROOT = Path("/")        # of /proc and /sys
 MEMORY = ("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 TIME = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")      # microseconds in each period
 SIZES = "gpu_blocks", "cpu_blocks", "hicache_size", "hicache_ratio", "blocks", "mini_batch", "token_budget"
-SHORT = re.compile("MemoryError|allocate memory|out of memory|enough memory|bad_alloc|start new thread|os error 12")
+SHORT = re.compile("MemoryError|allocate memory|out of memory|enough memory|bad_alloc|start new thread")
 
 
 def numbers(folder: Path, *names: str, pattern: str = r"-?\d+") -> list[int]:

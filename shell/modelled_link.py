@@ -52,14 +52,29 @@ class ModelledLink(Worker):
 
 
 class Bandwidth:
-    """The speed of a modelled link, in bytes/s: as given."""
+    """The speed of a modelled link in bytes/s: one value, or one after the other, each for `seconds`, from
+    time `began` on, again and again."""
 
-    def __init__(self, value: float):
-        self.value = float(value)
+    def __init__(self, *values: float, seconds: float = 0.1):
+        self.values, self.seconds, self.began = values, seconds, time.perf_counter()
+
+    def slot(self, at: float) -> int:
+        return int((at - self.began) // self.seconds)
+
+    @property
+    def value(self) -> float:
+        """The bandwidth of now."""
+        return self.values[self.slot(time.perf_counter()) % len(self.values)]
 
     def arrival(self, start: float, size: int, pieces: int = 0) -> float:
         """Return when so many bytes and pieces have arrived that were on their way from `start` on."""
-        return start + LATENCY + pieces * PIECE + size / self.value
+        at = start + LATENCY + pieces * PIECE
+        slot = self.slot(at)
+        while True:
+            rate, end = self.values[slot % len(self.values)], self.began + (slot + 1) * self.seconds
+            if len(self.values) == 1 or size <= rate * (end - at):
+                return at + size / rate
+            size, at, slot = size - rate * max(0.0, end - at), max(at, end), slot + 1
 
     def of(self, values):
         """-> a lane's model of reading so many arrays. Each is one piece in storage."""
@@ -67,7 +82,8 @@ class Bandwidth:
         return partial(self.arrival, size=sum(value.nbytes for value in values), pieces=pieces)
 
     def __str__(self):
-        return f"modelled link, {self.value / 1e9:.3g} GB/s"
+        each = f", {self.seconds:.3g} s each" if len(self.values) > 1 else ""
+        return f"modelled link, {':'.join(f'{value / 1e9:.3g}' for value in self.values)} GB/s{each}"
 
 
 class LikeA100(Bandwidth):
@@ -75,13 +91,15 @@ class LikeA100(Bandwidth):
     against their transfer, what it takes for Llama-2-7B there. That is measured once, beside prefill; and a
     prefill that is faster than all before raises the bandwidth with it."""
 
+    began, seconds = 0.0, 1.0
+
     def __init__(self, model):
         self.machine = machine_of(model)
         self.row_bytes = model.config.hidden_size * model.dtype.itemsize    # of a layer's hidden states
 
     @property
-    def value(self) -> float:
-        return A100 * self.row_bytes * self.machine.fastest / self.machine.projecting
+    def values(self) -> list[float]:
+        return [A100 * self.row_bytes * self.machine.fastest / self.machine.projecting]
 
     def __str__(self):
         return f"{super().__str__()}, as for an A100: restoring a layer takes {A100:.2f} times its transfer"
@@ -93,37 +111,7 @@ def speed(string: str) -> Bandwidth | None:
         return None
     number, (speeds, at, seconds) = cli.bounded(float, 1e-6, 1e6), string.partition("@")
     values = [1e9 * number(speed) for speed in speeds.split(":")]
-    if len(values) == 1:
-        return Bandwidth(values[0])
-    return Trace(values, number(seconds) if at else 0.1)
-
-
-class Trace(Bandwidth):
-    """One bandwidth after the other, each for `seconds`, from time `began` on, again and again."""
-
-    def __init__(self, values: list[float], seconds: float):
-        self.values, self.seconds, self.began = values, seconds, time.perf_counter()
-
-    @property
-    def value(self) -> float:
-        """The bandwidth of now."""
-        return self.values[self.slot(time.perf_counter()) % len(self.values)]
-
-    def slot(self, at: float) -> int:
-        return int((at - self.began) // self.seconds)
-
-    def arrival(self, start: float, size: int, pieces: int = 0) -> float:
-        at = start + LATENCY + pieces * PIECE
-        slot = self.slot(at)
-        while True:
-            rate, end = self.values[slot % len(self.values)], self.began + (slot + 1) * self.seconds
-            if size <= rate * (end - at):
-                return at + size / rate
-            size, at, slot = size - rate * max(0.0, end - at), max(at, end), slot + 1
-
-    def __str__(self):
-        values = ":".join(f"{value / 1e9:.3g}" for value in self.values)
-        return f"modelled link, {values} GB/s, {self.seconds:.3g} s each"
+    return Bandwidth(*values, seconds=number(seconds) if at else 0.1)
 
 
 def count_pieces(shape: tuple, to: tuple, at: tuple = (), runs: int = 1, run: int = 1) -> int:

@@ -414,7 +414,7 @@ def test_8_bit_chunks_are_smaller_close_to_what_was_computed_and_not_found_by_th
 # 5. Modelled speeds ----------------------------------------------------------------------------
 
 def test_a_trace_changes_its_speed_in_the_middle_of_a_read():
-    trace = both_ends.modelled_link.Trace([100.0, 10.0], 1.0)
+    trace = Bandwidth(100.0, 10.0, seconds=1.0)
     trace.began = 0.0
     cases = (0, 50, 0.5), (0, 105, 1.5), (0, 150, 2.4), (1.5, 5, 2.0), (0.9, 10 + 10 + 7, 2.07)
     for start, size, arrival in cases:
@@ -449,7 +449,7 @@ def test_reads_are_charged_back_to_back_and_those_that_were_called_off_neither_c
 
 def test_speeds_are_read_from_the_command_line_and_others_refused():
     one, trace = map(both_ends.modelled_link.speed, ("0.1", "0.1:2:0.5@0.3"))
-    assert one.value == 1e8 and (trace.values, trace.seconds) == ([1e8, 2e9, 5e8], 0.3)
+    assert one.value == 1e8 and (trace.values, trace.seconds) == ((1e8, 2e9, 5e8), 0.3)
     for words in "", "x", "0", "-1", "0.1:", ":0.1", "0.1:1@", "0.1:1@0", "nan", "inf":
         with pytest.raises(Exception, match="is not a number"):
             both_ends.modelled_link.speed(words)

@@ -127,7 +127,7 @@ def declining(ranks, arguments):
     engines.ask(engine, prompt)
     if ranks.rank == 1:
         engine.behind.estimates.always = False
-        engine.behind.cache.load_link.bandwidth.value = 1.0
+        engine.behind.cache.load_link.bandwidth.values = [1.0]
     assert again(engine, prompt).found == {} and engine.counts["declined"] == 1
 
 
