@@ -65,11 +65,10 @@ import numpy  # noqa: E402, F401  (else PyTorch does it, in C, where Ctrl-C is l
 
 def end(code: int, words: str = "\nInterrupted."):
     """Say so and end the process at once: other threads may be inside a long product, or wait for ever."""
-    try:
+    with suppress(BaseException):       # as of a pipe that is closed
         print(words, file=sys.stderr, flush=True)
         sys.stdout.flush()
-    finally:
-        os._exit(code)
+    os._exit(code)
 
 
 def to_json(value, **options) -> str:

@@ -18,17 +18,14 @@ from common.requests import BadRequest
 from common.store import Storage, StoredChunks
 from shell.frontend import number
 
-PREFETCHING = "prefetch_threshold", "prefetch_timeout", "prefetch_timeout_per_1k"
 OWN_FILE = re.compile(r"[0-9a-f]{64}\.page(\.[0-9a-f]{32}\.tmp)?")
-FULL = errno.ENOSPC, errno.EDQUOT
 PAUSE = 60.0  # seconds without making room on a full file system, after that has not helped
 
 
 @cache
 def say_once(words: str):
     """Print a line to stderr, once in the life of the process."""
-    with suppress(OSError):
-        print(words, file=sys.stderr, flush=True)
+    print(words, file=sys.stderr, flush=True)
 
 
 class Directory:
@@ -115,9 +112,8 @@ class Directory:
             os.replace(temporary, self.path(key))
             self.index.add(key)
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            if not again or error.errno not in FULL or time.monotonic() < self.paused:
+            temporary.unlink(missing_ok=True)
+            if not again or error.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() < self.paused:
                 raise
             self.paused = time.monotonic() + PAUSE
             self.make_room(len(value), full=True)
@@ -148,8 +144,7 @@ class RedisBackend:
     def __init__(self, url: str, timeout: float = 1.0):
         import redis
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)     # what comes late is worth nothing
-        limits = dict(socket_timeout=timeout, socket_connect_timeout=timeout)
-        self.client = redis.Redis.from_url(url, retry=retry, **limits)
+        self.client = redis.Redis.from_url(url, retry=retry, socket_timeout=timeout)
 
     def exists(self, keys: list[str]) -> list[bool]:
         with self.client.pipeline(transaction=False) as pipeline:
@@ -243,7 +238,7 @@ def settings(config: dict | None, arguments) -> tuple[dict, list[float]]:
     """-> a configuration without what it says of prefetching, and the threshold, the time, and the time for
     each 1,024 tokens, from there or from the command line. Raises BadRequest."""
     config, found = dict(config or {}), []
-    for name in PREFETCHING:
+    for name in "prefetch_threshold", "prefetch_timeout", "prefetch_timeout_per_1k":
         found.append(config.pop(name, getattr(arguments, name)))
         if not number(0, 1e8, (int, float))(found[-1]):
             raise BadRequest(f"{name} in --storage-config must be a number from 0 to 1e8.")

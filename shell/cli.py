@@ -36,8 +36,8 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     add("--port", type=bounded(int, 0, 65535), default=5000, help="of the server (default 5000, 0: any)")
     add("--model", default="classroom",
         help="classroom (default), tinyllama, FOLDER, OWNER/NAME on the hub, or random:NAME")
-    add("--device", default="auto", help="auto, cpu or cuda")
-    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where the model is (auto)")
+    add("--dtype", default="auto", choices=("auto", *checkpoint.DTYPES), help="of its numbers (auto)")
     add("--max-tokens", type=bounded(int, 1, 1 << 20), default=128, help="length of an answer (default 128)")
     add("--explain", action="store_true", help="print a line for each thing that a step does")
     add("--rounds", type=bounded(int, 1, 1000), default=3, help="of what the demo times (default 3)")

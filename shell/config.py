@@ -1,5 +1,4 @@
 """A config.json in Hugging Face layout -> a LlamaConfig, or the field that this model cannot follow."""
-import copy
 import math
 import sys
 
@@ -34,7 +33,7 @@ def read_config(raw: dict) -> LlamaConfig:
         quantized = value and name.startswith(("quantization", "compression"))
         how = value.get("quant_method", "set") if isinstance(value, dict) else value
         require(not quantized, f"{name} is {how}; choose a model that is not quantized")
-    config = CONFIG_MAPPING[family].from_dict(copy.deepcopy(raw))      # raises whatever its checks raise
+    config = CONFIG_MAPPING[family].from_dict(raw)      # raises whatever its checks raise
     config.standardize_rope_params()        # again, as the model does
     rope, heads, act = config.rope_parameters, config.num_attention_heads, config.hidden_act
     scaling, rotated = rope["rope_type"], rope.get("partial_rotary_factor")

@@ -13,7 +13,6 @@ ROOT = Path("/")        # of /proc and /sys
 # Version 2 and 1 of control groups: files with the limit and the use of memory, and the beginning of lines in
 # memory.stat with the part of this use that holds files, which the kernel takes back
 MEMORY = ("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-TIME = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")      # microseconds in each period
 SIZES = "gpu_blocks", "cpu_blocks", "hicache_size", "hicache_ratio", "blocks", "mini_batch", "token_budget"
 SHORT = re.compile("MemoryError|allocate memory|out of memory|enough memory|bad_alloc|start new thread")
 
@@ -55,7 +54,7 @@ def limit_threads():
     """Give PyTorch no more threads than the control groups give this process processors, at least one.
     More would be stopped together for the rest of each period. OMP_NUM_THREADS has the say."""
     for folder in groups("cpu"):
-        for names in TIME:
+        for names in ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"):   # microseconds in each period
             if len(found := numbers(folder, *names)) == 2 and found[0] > 0:     # neither "max" nor -1
                 if "OMP_NUM_THREADS" not in os.environ:
                     torch.set_num_threads(max(1, min(torch.get_num_threads(), found[0] // found[1])))

@@ -37,5 +37,4 @@ def speed_up(model: Llama, copies: bool):
             linear.__class__ = FastLinear
             if copies:
                 with suppress(AttributeError, RuntimeError):    # no kernel for this device, or for this dtype
-                    weight = linear.weight.detach()
-                    linear.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+                    linear.reordered = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)

@@ -31,8 +31,7 @@ def random_config(name: str) -> LlamaConfig:
     """Raises ModelError."""
     geometry, tokens = re.fullmatch(r"(?:random:)?(.*?)(?::([1-9]\d{0,5}))?", name, re.S).groups()
     if geometry not in GEOMETRIES:
-        known = ", ".join(f"random:{known}" for known in GEOMETRIES)
-        raise ModelError(f"No geometry {name!r}: choose one of {known}.")
+        raise ModelError(f"No geometry {name!r}: choose one of random:{', random:'.join(GEOMETRIES)}.")
     config = LlamaConfig(*GEOMETRIES[geometry])
     return replace(config, max_position_embeddings=int(tokens)) if tokens else config
 
