@@ -98,8 +98,8 @@ class Directory:
             say_once(f"A write to {self.folder} has failed, and its contents are dropped: {failed.strerror}.")
             raise failed
 
-    def write(self, key: str, value: bytes, again: bool = True):
-        """Write a value; on a full file system make room, and write it `again`. Raises OSError."""
+    def write(self, key: str, value: bytes):
+        """Write a value; on a full file system make room, and write it again. Raises OSError."""
         temporary = self.folder / f"{key}.page.{os.urandom(16).hex()}.tmp"
         if not self.folder.is_dir():
             os.makedirs(self.folder, exist_ok=True)
@@ -113,11 +113,11 @@ class Directory:
             self.index.add(key)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            if not again or error.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() < self.paused:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() < self.paused:
                 raise
             self.paused = time.monotonic() + PAUSE
             self.make_room(len(value), full=True)
-            self.write(key, value, again=False)
+            self.write(key, value)      # while `paused`, so only once again
             self.paused = 0.0
 
     def make_room(self, size: int, full: bool = False):

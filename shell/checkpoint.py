@@ -67,8 +67,7 @@ def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = F
 
 def read_model(name: str, dtype: str, device: str, on_host: bool, division):
     device = pick_device(device)
-    if device == "cuda":            # where cuDNN's attention plans anew for every length, 20 to 40 ms
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)     # cuDNN plans attention anew for each length, 20 to 40 ms
     keep_freed_memory()
     if name.startswith("random:"):
         config, configs = random_models.random_config(name), [{}]
@@ -239,8 +238,7 @@ def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
     options = dict(dtype=dtype, attn_implementation="sdpa")
     if name.startswith("random:"):      # on the host, where no weight is copied for products
         plain = load(name, str(dtype)[6:], device, on_host=True)[0]
-        fields = asdict(plain.config) | dict(rope_scaling=None)
-        model = AutoModelForCausalLM.from_config(TheirConfig(**fields), **options)
+        model = AutoModelForCausalLM.from_config(TheirConfig(**asdict(plain.config)), **options)
         model.load_state_dict(weights(plain), assign=True)
     else:
         logging.disable_progress_bar()      # of reading, in a demo's output
