@@ -23,7 +23,7 @@ def require(fine: bool, message: str):
 
 def read_config(raw: dict) -> LlamaConfig:
     """Read a config.json as `transformers` does, which ignores what it does not know. Raises ModelError with
-    the name of the field that asks for other mathematics or other weights."""
+    the name of the field that asks for other mathematics or other weights. May add fields to `raw`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     family, kind = raw.get("model_type"), str(raw.get("architectures") or "ForCausalLM").strip("[']")
     require(family in FAMILIES, f"model_type must be {', '.join(FAMILIES)}, not {family!r}")
