@@ -2,7 +2,6 @@
 import codecs
 import re
 import time
-from functools import partial
 from itertools import compress
 
 from common.requests import BadRequest, Request
@@ -21,8 +20,7 @@ def whole(value):
 
 def text(value, low: int = 0, high: float = float("inf")) -> bool:
     """Test for a string of `low` to `high` characters, without lone surrogates."""
-    return (isinstance(value, str) and low <= len(value) <= high
-            and value == value.encode("utf-8", "ignore").decode())
+    return isinstance(value, str) and low <= len(value) <= high and not re.search("[\ud800-\udfff]", value)
 
 
 def stop_strings(value) -> bool:
@@ -49,9 +47,8 @@ PROMPT = {
     "prompt": (lambda v: text(v) or isinstance(v, list), "a string or a list of token ids"),
     "messages": (lambda v: isinstance(v, list), "a list of messages"),
 }
-ROLES = ["system", "developer", "user", "assistant"]
 MESSAGE = {
-    "role": (ROLES.__contains__, "system, developer, user or assistant"),
+    "role": (["system", "developer", "user", "assistant"].__contains__, "system, developer, user or assistant"),
     "content": (lambda v: text(v) or text_parts(v), "text in UTF-8"),
     "name": (text, "a string"),
 }
@@ -156,6 +153,9 @@ class Writer:
 
 # 3. From what is asked to a Request -------------------------------------------------------------------------
 
+LINES = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+
+
 class Frontend:
     """Make requests of what is asked. `fields`: the chapter's own, as in SAMPLING."""
 
@@ -187,7 +187,7 @@ class Frontend:
                        received=received, **asked)
 
     def encode(self, prompt, messages, raw: bool = False) -> list[int]:
-        """Return the prompt's tokens; `raw`: without the chat template. Raises BadRequest."""
+        """Return the prompt's tokens; `raw`: a prompt stays as it is, outside any chat. Raises BadRequest."""
         if (prompt is None) == (messages is None):
             raise BadRequest("Give either prompt or messages, not both and not empty.")
         if isinstance(prompt, list):
@@ -197,8 +197,7 @@ class Frontend:
             self.check_length(len(messages or ()), "messages")  # each takes a token at least
             said = check_messages([dict(role="user", content=prompt)] if messages is None else messages)
             self.check_length(sum(len(message["content"]) for message in said), "characters", self.longest)
-            plain = messages is None and (raw or self.tokenizer.chat_template is None)
-            tokens = self.tokenizer.encode(prompt) if plain else self.converse(said)
+            tokens = self.tokenizer.encode(prompt) if raw and messages is None else self.converse(said)
             if tokens[:2] == [self.tokenizer.bos_token_id] * 2:
                 tokens = tokens[1:]             # the prompt has its own
         top = self.model.config.vocab_size - 1
@@ -216,14 +215,14 @@ class Frontend:
         """Return the tokens of a conversation. Special tokens are the template's only: in a message they are
         encoded as the words that they look like, so that no message can end itself and begin another one."""
         said = "".join(message["content"] for message in messages)
-        encode = partial(self.tokenizer.encode, add_special_tokens=self.tokenizer.chat_template is None)
+        begin = self.tokenizer.chat_template is None            # a template writes what a text begins with
         if not self.special.search(said):
-            return encode(self.render(messages))
+            return self.tokenizer.encode(self.render(messages), add_special_tokens=begin)
         gap = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in said)
-        for word in set(self.special.findall(said)):            # a letter that nobody says keeps it apart
-            messages = [dict(message, content=message["content"].replace(word, gap.join(word) + gap))
-                        for message in messages]
-        tokens = encode("")
+        # A letter that nobody says keeps the words of special tokens apart
+        messages = [dict(message, content=self.special.sub(lambda word: gap.join(word[0]) + gap, message["content"]))
+                    for message in messages]
+        tokens = self.tokenizer.encode("", add_special_tokens=begin)
         for index, part in enumerate(self.special.split(self.render(messages))):    # odd ones are special
             tokens += self.tokenizer.encode(part.replace(gap, ""), add_special_tokens=False,
                                             split_special_tokens=index % 2 == 0)
@@ -232,11 +231,10 @@ class Frontend:
     def render(self, messages: list[dict]) -> str:
         """Return the text of a conversation; of a model without a chat template, a line for each message. A
         template may refuse an order of roles: raises BadRequest."""
-        if self.tokenizer.chat_template is None:
-            lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-            return "".join(lines) + "assistant:"
+        template = LINES if self.tokenizer.chat_template is None else None      # None: the tokenizer's own
         try:
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return self.tokenizer.apply_chat_template(
+                messages, chat_template=template, add_generation_prompt=True, tokenize=False)
         except Exception as error:
             if [message["role"] for message in messages[:2]] != ["system", "user"]:
                 raise BadRequest(f"The model's chat template refuses these messages ({error}).") from None

@@ -377,11 +377,11 @@ def test_a_prompt_that_ends_within_a_character_is_not_said_again(frontend):
     assert "ab" not in writer.push(last) + writer.push(before[0])
 
 
-def test_a_model_without_a_chat_template_continues_a_prompt_and_reads_messages_line_by_line(frontend):
-    plain = with_tokenizer(frontend, frontend.tokenizer.backend_tokenizer, lambda said: [ord(letter) for letter in said])
-    assert plain.request("Hello").tokens == list(b"Hello")
+def test_a_model_without_a_chat_template_continues_a_prompt_and_reads_messages_line_by_line():
+    plain = classroom(with_template=False)
+    assert plain.request("Hello").tokens == plain.tokenizer.encode("Hello")
     messages = [dict(role="developer", content="Be brief."), dict(role="user", content="Hello")]
-    assert bytes(plain.request(messages=messages).tokens) == b"system: Be brief.\nuser: Hello\nassistant:"
+    assert plain.tokenizer.decode(plain.request(messages=messages).tokens) == "system: Be brief.\nuser: Hello\nassistant:"
 
 
 def test_what_a_template_without_a_system_role_refuses_the_user_says(frontend):
