@@ -47,8 +47,9 @@ PROMPT = {
     "prompt": (lambda v: text(v) or isinstance(v, list), "a string or a list of token ids"),
     "messages": (lambda v: isinstance(v, list), "a list of messages"),
 }
+ROLES = ["system", "developer", "user", "assistant"]
 MESSAGE = {
-    "role": (["system", "developer", "user", "assistant"].__contains__, "system, developer, user or assistant"),
+    "role": (ROLES.__contains__, "system, developer, user or assistant"),
     "content": (lambda v: text(v) or text_parts(v), "text in UTF-8"),
     "name": (text, "a string"),
 }
@@ -220,8 +221,8 @@ class Frontend:
             return self.tokenizer.encode(self.render(messages), add_special_tokens=begin)
         gap = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in said)
         # A letter that nobody says keeps the words of special tokens apart
-        messages = [dict(message, content=self.special.sub(lambda word: gap.join(word[0]) + gap, message["content"]))
-                    for message in messages]
+        messages = [dict(message, content=self.special.sub(
+            lambda word: gap.join(word[0]) + gap, message["content"])) for message in messages]
         tokens = self.tokenizer.encode("", add_special_tokens=begin)
         for index, part in enumerate(self.special.split(self.render(messages))):    # odd ones are special
             tokens += self.tokenizer.encode(part.replace(gap, ""), add_special_tokens=False,

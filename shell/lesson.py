@@ -6,9 +6,8 @@ from functools import partial
 
 import torch
 
-from common.llama import attention
+from common.estimates import flops, machine_of
 from common.requests import BadRequest, Request
-from common.timeline import Clock
 from shell import checkpoint, texts
 from shell.frontend import Frontend
 
@@ -25,23 +24,12 @@ LARGER, HISTORY, ASKED = "random:long", 1024, 32  # for times: a model; tokens o
 LINKS = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
 
 
-@torch.inference_mode()
 def context(model, frontend: Frontend) -> int:
     """-> tokens of the model's context that a demo uses: 512, doubled as long as a prefill takes SECONDS at
-    most, all layers as long as one that is measured now. Print a line where that is not all."""
-    tokens, clock, layers = min(512, frontend.context), Clock(model.device), model.layers
-    mark = clock.mark if model.device.type == "cuda" else time.thread_time  # others' work does not count
-
-    def seconds(count: int) -> float:
-        rows, times = torch.arange(count, device=model.device), []  # [T]
-        hidden, rotation = model.embed(0 * rows), model.rotary(rows)  # [T, D]; [T, 1, hd] each
-        for _ in range(4):
-            layers[0](hidden, rotation, lambda q, k, v: attention(q, k, v, None))
-            times.append(clock.seconds(mark()))
-        return len(layers) * min(end - begin for begin, end in zip(times, times[1:]))
-
-    while tokens < frontend.context and seconds(more := min(2 * tokens, frontend.context)) <= SECONDS:
-        tokens = more
+    most at the speed that is measured now. Print a line where that is not all."""
+    tokens, most = min(512, frontend.context), SECONDS * machine_of(model).fastest
+    while tokens < frontend.context and flops(model.config, 0, 2 * tokens) <= most:
+        tokens = min(2 * tokens, frontend.context)
     if tokens < frontend.context:
         print(f"Of {frontend.context} tokens of context {tokens} are used: this machine computes them in "
               f"{SECONDS:g} s at most, as was measured now.\n")
@@ -100,13 +88,11 @@ def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:
 
 def verify(oracle, requests: list[Request]) -> bool:
     """Compare the answers with those of `oracle`, an engine of chapter 01; end if float32 tokens differ."""
-    pairs, known = [], {}
-    for request in requests:
-        prompt = request.tokens[: request.prompt_tokens]
-        if (asked := (tuple(prompt), request.max_tokens)) not in known:
-            again = Request(prompt, request.max_tokens, end_tokens=request.end_tokens)
-            known[asked] = oracle.generate([again])[0].new
-        pairs.append((known[asked], request.new))
+    asked = [(*request.tokens[: request.prompt_tokens], request.max_tokens) for request in requests]
+    again = {each: Request(each[:-1], each[-1], end_tokens=request.end_tokens)
+             for each, request in zip(asked, requests)}
+    oracle.generate(list(again.values()))
+    pairs = [(again[each].new, request.new) for each, request in zip(asked, requests)]
     return equal(pairs, oracle.model.dtype, "chapter 01")
 
 

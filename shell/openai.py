@@ -9,9 +9,8 @@ from shell.frontend import PROMPT, SAMPLING, check_fields, text
 
 def only(*values) -> tuple:
     """Return the check of a field that is not supported: it may have `values`, which ask for nothing."""
-    typed = [(value, isinstance(value, bool)) for value in values]          # JSON's true is not 1
-    wanted = " or ".join(map(json.dumps, values))
-    return lambda v: (v, isinstance(v, bool)) in typed, f"{wanted}: more is not supported"
+    written = [*map(json.dumps, values)]        # JSON's true is not 1
+    return lambda v: json.dumps(v) in written, f"{' or '.join(written)}: more is not supported"
 
 
 FLAG = (lambda v: isinstance(v, bool), "true or false")
@@ -21,11 +20,10 @@ FIELDS = {                                      # besides SAMPLING's; name -> (t
     "stream": FLAG, "stream_options": OBJECT, "max_completion_tokens": SAMPLING["max_tokens"],
     "n": only(1), "best_of": only(1), "echo": only(False), "suffix": only(""), "logprobs": only(False),
     "top_logprobs": only(0), "presence_penalty": only(0), "frequency_penalty": only(0), "store": only(False),
-    "tool_choice": only("auto", "none"), "function_call": only("auto", "none"),
-    "parallel_tool_calls": only(True, False),
-    "service_tier": only("auto", "default"), "modalities": only(["text"]),
+    "tool_choice": only("auto", "none"), "function_call": only("auto", "none"), "parallel_tool_calls": FLAG,
+    "service_tier": only("auto", "default"), "modalities": only(["text"]), "metadata": OBJECT,
     "response_format": only({"type": "text"}), "model": LABEL, "user": LABEL, "safety_identifier": LABEL,
-    "prompt_cache_key": LABEL, "metadata": OBJECT}
+    "prompt_cache_key": LABEL}
 OPTIONS = {"include_usage": FLAG, "include_obfuscation": only(False)}       # of a stream
 
 
@@ -35,10 +33,9 @@ def parse(body, chat: bool, frontend) -> tuple[dict, bool, bool]:
     prompt = "messages" if chat else "prompt"
     given = check_fields(body, {prompt: PROMPT[prompt], **SAMPLING, **frontend.fields, **FIELDS})
     options = check_fields(given.get("stream_options", {}), OPTIONS)
-    asked = {name: value for name, value in given.items() if name not in FIELDS}
-    asked.setdefault("temperature", 1.0)        # OpenAI's default; our own /generate is greedy
-    most = asked.get("max_tokens", math.inf if chat else 16)            # OpenAI's defaults, too
-    asked["max_tokens"] = given.get("max_completion_tokens", most)
+    asked = dict(temperature=1.0, max_tokens=math.inf if chat else 16)  # OpenAI's; ours is greedy
+    asked |= {name: value for name, value in given.items() if name not in FIELDS}
+    asked["max_tokens"] = given.get("max_completion_tokens", asked["max_tokens"])
     asked["raw"] = not chat                     # a completion continues the text as it stands
     return asked, given.get("stream", False), options.get("include_usage", False)
 

@@ -298,10 +298,8 @@ def block_states(pool, tables: list[tuple[list[int], int]]) -> str:
     """A letter per block: . free, - cached (unreferenced, found by its prefix), r reserved (not written yet),
     u in use, s shared by several requests, f in flight (referenced, but by no table). `tables`: of running
     requests, each with its number of computed tokens."""
-    states = [".-"[prefix is not None] for prefix in list(pool.prefix_of)]
-    for block, references in enumerate(list(pool.references)):
-        if references:
-            states[block] = "f"
+    blocks = zip(pool.references, pool.prefix_of)
+    states = ["f" if held else "." if prefix is None else "-" for held, prefix in blocks]
     for table, computed in tables:
         for index, block in enumerate(table):
             alone = "u" if index * pool.block_size < computed else "r"
