@@ -49,8 +49,8 @@ import numpy
 import torch
 
 from common import link as links
-from common.estimates import measure
 from common.llama import upload
+from common.machine import measure
 from common.requests import BadRequest, Request
 from common.store import StoredChunks
 from shell import charts, lesson

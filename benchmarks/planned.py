@@ -19,7 +19,8 @@ from pathlib import Path
 
 from benchmarks import measure, tables
 from benchmarks.measure import AS_IT_IS, draw, modelled, ratio, spread
-from common.estimates import Estimates, machine_of
+from common.estimates import Estimates
+from common.machine import machine_of
 from common.requests import Request
 from common.restoring import Restorer
 from common.store import StoredChunks

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from common.estimates import flops, machine_of
+from common.machine import flops, machine_of
 from common.requests import BadRequest, Request
 from shell import checkpoint, texts
 from shell.frontend import Frontend

@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
-from common.estimates import machine_of
 from common.link import MEASURED_FROM, Transfer, Worker, as_lists, move, shown
+from common.machine import machine_of
 from shell import cli
 
 # Seconds to project hidden states of Llama-2-7B on an A100, over seconds to move them: even at 24 GB/s

@@ -22,12 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from common import estimates
+from common import machine
 from shell import checkpoint, random_models
 from shell.frontend import Frontend
 from tests.support.stub import Engine
 
-estimates.PAUSE = estimates.OPERATIONS = 0.0  # all tests make engines, and none judges how fast one is
+machine.PAUSE = machine.OPERATIONS = 0.0  # all tests make engines, and none judges how fast one is
 
 TINY = dict(
     vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,

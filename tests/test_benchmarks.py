@@ -14,7 +14,7 @@ from support import engines, streams
 from support.engines import BANDWIDTH, ORACLE, ask, check_pools, draw, evict, make, settle, tiny_model
 
 from benchmarks import both_ends, claims, outside, ranks, tiered, variants
-from common import estimates, restoring
+from common import estimates, machine, restoring
 from common.cuda_link import Link
 from common.requests import Unavailable
 from common.timeline import Clock
@@ -228,7 +228,7 @@ def test_steps_of_a_computed_history_are_timed_one_by_one_beside_what_brings_its
 def test_every_part_of_the_report_of_a_gpu_runs_on_the_emulated_one(monkeypatch, tmp_path):
     """One way fails; 07 has two ways of copying."""
     eager, file, tiered, forward = set(), tmp_path / "gpu-emulated.json", engines.tiers.TieredCache, engines.paged.Runner.forward
-    for owner, name, value in ((estimates, "PAUSE", 0.0), *((gpu_report, *pair) for pair in dict(OTHERS=2, BATCH=4, NEW=2).items())):
+    for owner, name, value in ((machine, "PAUSE", 0.0), *((gpu_report, *pair) for pair in dict(OTHERS=2, BATCH=4, NEW=2).items())):
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(engines.tiers, "TieredCache", lambda blocks, io_backend=None: tiered(blocks if io_backend == "kernel" else "x"))
     monkeypatch.setattr(engines.paged.Runner, "forward", lambda own, *given: eager.add(own.pieces is None) or forward(own, *given))

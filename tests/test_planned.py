@@ -8,8 +8,8 @@ import pytest
 from support import engines
 from support.engines import ORACLE, ask, ask_and_evict, check_pools, chunk_files, draw, evict, planned, settle
 
-from common.estimates import flops, machine_of
 from common.link import Transfer
+from common.machine import flops, machine_of
 from common.requests import BadRequest, Request
 from shell import cli, hardware
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from support.engines import ask, ask_and_evict, check_pools, draw, evict, make, offload, settle, tiny_model
 
-from common import estimates as module
+from common import machine as module
 from common.cache import Match
-from common.estimates import flops, measure
+from common.estimates import PATIENCE
 from common.link import LAST, Speed
+from common.machine import flops, measure
 from common.requests import HungUp, Request
 from shell.modelled_link import Bandwidth, LikeA100
 
@@ -118,7 +119,7 @@ def test_of_refusals_in_a_row_each_eighth_is_tried_for_a_tenth_of_computing():
     assert weighed == 7 * [refused] + [tried] + 7 * [refused] + [tried, refused]
     assert machine.engine.counts["declined"] == 0
     machine.estimates.always = True
-    assert machine.estimates.weigh(request, machine.match())[0] == module.PATIENCE
+    assert machine.estimates.weigh(request, machine.match())[0] == PATIENCE
 
 
 def test_a_trial_that_is_late_costs_its_tenth_and_no_grace():

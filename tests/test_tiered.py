@@ -24,8 +24,8 @@ from support.faults import faulty
 from support.redis_server import redis_server
 
 from common import store
-from common.estimates import flops
 from common.link import Transfer, TransferError
+from common.machine import flops
 from common.requests import BadRequest, Request, RequestError
 from shell import backends, cli
 from shell.modelled_link import Bandwidth

@@ -14,7 +14,7 @@ from collections import Counter
 
 import torch
 
-from common import estimates
+from common import machine
 from common.requests import HungUp, Request, Unavailable
 from tests.support import engines, streams, unordered
 from tests.support.faults import faulty
@@ -121,7 +121,7 @@ def main():
     tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     share = 0.002 if arguments.cache in engines.RUNNERS else 0.05  # a step fails with any of its copies
     if arguments.emulated:
-        estimates.PAUSE = estimates.OPERATIONS = 0.0
+        machine.PAUSE = machine.OPERATIONS = 0.0
         short = dict(longest=100, answer=7, make=on_gpu)
         with streams.emulate(arguments.emulated, arguments.seed), unordered.measured_before():
             counts = run(arguments.cache, arguments.requests, arguments.seed, share, tell=tell, **short)
