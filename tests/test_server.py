@@ -43,6 +43,15 @@ def client(frontend):
         yield client
 
 
+def waiting(client, threads, *asked) -> list:
+    """Futures of the replies to these, when all have reached the engine, which begins no step before `let()`."""
+    client.engine.hold()
+    before = client.engine.counters()["requests"]
+    replies = [threads.submit(client.ask, *each) for each in asked]
+    eventually(lambda: client.engine.counters()["requests"] == before + len(asked))
+    return replies
+
+
 # 1. What is asked rightly -----------------------------------------------------------------------------------
 
 def test_generate_answers_with_the_engines_result(client, frontend):
@@ -71,7 +80,10 @@ def test_a_stream_says_what_the_plain_answer_says(client, body):
 
 
 def test_many_clients_get_answers_of_their_own_and_health_says_what_runs_and_counts(frontend):
+    text = (ROOT / "docs" / "reference.md").read_text().partition("**Counters**")[2].partition("\n\n")[0]
+    named = {name for name in re.findall(r"`([a-z_]+)`", text) if name not in ("host", "write_back", "steps")}
     with serving(frontend) as client, ThreadPoolExecutor(16) as threads:
+        assert len(named) > 20 and {client.counters()[name] for name in named} == {0}, "documented, so there from the start"
         bodies = [dict(prompt=f"Number {number}", max_tokens=30, stream=bool(number % 2))
                   for number in range(16)]
         for body, reply in zip(bodies, threads.map(lambda body: client.ask("/generate", body), bodies)):
@@ -81,14 +93,6 @@ def test_many_clients_get_answers_of_their_own_and_health_says_what_runs_and_cou
         health = client.ask("/health").json
         assert health == dict(status="ok", **INFO, counters=health["counters"])
         assert health["counters"]["requests"] == health["counters"]["finished"] == 16
-
-
-def test_all_documented_counters_are_there_from_the_start(frontend):
-    text = (ROOT / "docs" / "reference.md").read_text().partition("**Counters**")[2].partition("\n\n")[0]
-    named = {name for name in re.findall(r"`([a-z_]+)`", text) if name not in ("host", "write_back", "steps")}
-    with serving(frontend) as client:
-        counters = client.counters()
-        assert len(named) > 20 and named <= {*counters} and all(counters[name] == 0 for name in named)
 
 
 # 2. What is asked wrongly -----------------------------------------------------------------------------------
@@ -164,9 +168,7 @@ def test_a_request_that_is_sent_by_half_keeps_its_connection_for_a_while_and_no_
         frontend, monkeypatch, caplog, more):
     monkeypatch.setattr(servers.Handler, "timeout", 0.1)
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
-        client.engine.hold()                    # as while it computes for long
-        stream = threads.submit(client.ask, "/generate", dict(ASK, stream=True))
-        eventually(lambda: client.engine.counters()["requests"] == 1)
+        stream, = waiting(client, threads, ("/generate", dict(ASK, stream=True)))     # as behind a long step
         with half_open(client) as half, suppress(ConnectionError):
             half.sendall(more)
             eventually(lambda: half.sendall(more[-1:]) if more else half.recv(1) == b"")    # a byte now and then
@@ -179,9 +181,7 @@ def test_a_flood_of_halves_makes_room_for_others_and_ends_no_answer(frontend, mo
     monkeypatch.setattr(servers, "MOST", 2)
     monkeypatch.setattr(servers.Handler, "timeout", 2 * TIMEOUT)
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
-        client.engine.hold()
-        stream = threads.submit(client.ask, "/generate", dict(ASK, stream=True))
-        eventually(lambda: client.engine.counters()["requests"] == 1)
+        stream, = waiting(client, threads, ("/generate", dict(ASK, stream=True)))
         halves = [half_open(client) for _ in range(12)]
         assert client.ask("/health").status == 200
         assert [half.recv(1) for half in halves[:8]] == [b""] * 8
@@ -244,10 +244,10 @@ def test_one_prompt_is_encoded_at_a_time_and_too_many_are_refused(frontend, monk
 @pytest.mark.parametrize("route,body,stream,behind", [
     ("/generate", ASK, False, b""), ("/generate", ASK, True, b""), ("/v1/chat/completions", CHAT, True, b"\r\n"),
     ("/generate", ASK, False, b"\r\n"), ("/v1/completions", TEXT, False, b"GET /health HTTP/1.1\r\n\r\n")])
-def test_a_client_that_hangs_up_in_the_middle_of_its_answer_is_cancelled(
+def test_a_client_that_hangs_up_in_the_middle_of_its_answer_or_before_it_is_cancelled(
         frontend, caplog, route, body, stream, behind):
     with serving(frontend) as client:
-        client.engine.hold_after(3)
+        client.engine.hold_after(3 * stream)
         with closing(client.send(route, dict(body, max_tokens=200, stream=stream))) as connection:
             eventually(lambda: client.engine.held)
             connection.sock.sendall(behind)
@@ -267,28 +267,9 @@ def test_a_client_that_hangs_up_while_tokens_come_fast_is_cancelled(frontend):
         assert client.engine.counters()["finished"] == 0
 
 
-def test_a_client_that_hangs_up_in_line_is_never_served(frontend):
-    with serving(frontend, Engine(max_running=1)) as client, ThreadPoolExecutor() as threads:
-        client.engine.hold_after(2)
-        first = threads.submit(client.ask, "/generate", ASK)
-        eventually(lambda: client.engine.held)
-        with closing(client.send("/generate", dict(ASK, max_tokens=200))):
-            eventually(lambda: client.engine.counters()["requests"] == 2)
-        eventually(lambda: len(client.engine.arrivals) == 2)        # it came, and it went
-        client.engine.let()
-        assert first.result().status == 200
-        eventually(lambda: not client.engine.busy)
-        counts, cached = client.counters(), client.engine.pools["device"].cached
-        assert counts["finished"] == counts["cancelled"] == 1
-        assert len(cached) == 2, "only the first was given blocks"
-
-
 def test_an_exception_inside_is_a_500_and_the_next_request_works(frontend, caplog):
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
-        client.engine.hold()
-        bodies = ASK, dict(ASK, stream=True)
-        replies = [threads.submit(client.ask, "/generate", body) for body in bodies]
-        eventually(lambda: client.engine.counters()["requests"] == 2)
+        replies = waiting(client, threads, ("/generate", ASK), ("/generate", dict(ASK, stream=True)))
         client.engine.hold_after(3)
         eventually(lambda: len(client.engine.running) == 2)
         client.engine.error = RuntimeError("a secret of the inside")
@@ -445,31 +426,19 @@ def test_a_letter_says_what_becomes_of_a_block():
     assert servers.block_states(pool, []) == ".-ffffff"
 
 
-def test_the_timeline_of_a_finished_request_is_what_its_answer_says_and_its_plan(client):
-    answer = client.ask("/generate", ASK).json
-    path = f"/timelines/{answer['id']}"
-    assert client.ask(path).json == dict(spans=answer["timeline"], plan=None)
-    plan = dict(title="By layer", rows=[["layer 0", "KR"]], legend=dict(K="loaded", R="computed"))
-    client.engine.over[-1].timeline.plan = plan
-    assert client.ask(path).json["plan"] == plan
-
-
-def test_what_is_not_measured_yet_is_null_in_json(frontend, tmp_path):
+def test_a_timeline_is_that_of_the_answer_with_its_plan_and_what_is_not_measured_yet_is_null_in_json(frontend):
     measured = importlib.import_module("05_bubble_free").LayerCosts(math.inf, 0.5, 0.25, math.inf)
     plan = importlib.import_module("05_bubble_free").described("RK", measured, 9)
-    with serving(frontend) as client:
-        client.engine.hold_after(2)
-        with ThreadPoolExecutor() as threads:
-            replies = [threads.submit(client.ask, "/generate", dict(ASK, stream=stream)) for stream in (False, True)]
-            eventually(lambda: client.engine.held and len(client.engine.running) == 2)
-            for request in client.engine.running:
-                request.found["gpu"], request.timeline.plan = math.nan, plan
-            client.engine.let()
-            plain, stream = replies[0].result().json, replies[1].result().events[-1]["result"]
+    with serving(frontend) as client, ThreadPoolExecutor() as threads:
+        replies = waiting(client, threads, *[("/generate", dict(ASK, stream=stream)) for stream in (False, True)])
+        for request in client.engine.asked:
+            request.found["gpu"], request.timeline.plan = math.nan, plan
+        client.engine.let()
+        plain, stream = replies[0].result().json, replies[1].result().events[-1]["result"]
         assert plain["usage"]["cached_tokens"] is stream["found"]["gpu"] is None
-        shown = client.ask(f"/timelines/{plain['id']}").json["plan"]
-        assert shown == dict(plan, predicted_ms=None, costs_ms=shown["costs_ms"])
-        assert shown["costs_ms"] == dict(recompute=None, project=500, load_states=250, load_kv=None, question=0)
+        costs = dict(recompute=None, project=500, load_states=250, load_kv=None, question=0)
+        shown = dict(spans=plain["timeline"], plan=dict(plan, predicted_ms=None, costs_ms=costs))
+        assert client.ask(f"/timelines/{plain['id']}").json == shown
         assert client.ask("/state").json["finished"][0]["found"] == dict(gpu=None)
     assert json.loads(to_json([math.nan, -math.inf, {"a": 1.5}], indent=1)) == [None, None, {"a": 1.5}]
 
