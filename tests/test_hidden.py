@@ -13,6 +13,7 @@ import pytest
 from support import engines
 from support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, evict, hidden_states, settle
 from support.faults import faulty
+from support.serving import eventually
 
 from common.link import Transfer
 from common.requests import HungUp, Request
@@ -99,9 +100,7 @@ def test_without_room_in_the_snapshot_buffer_rows_are_dropped_and_no_step_waits_
     monkeypatch.setattr(Transfer, "wait", noted)
     cache.scatter = lambda *given: sorting.wait() and scatter(*given)
     with faulty(random.Random(1), late=1.0, delay=3600.0, lanes=("save",)) as copies:
-        engine.submit(request := Request(prompt, 4))
-        while request.computed < 320:
-            engine.step()
+        engines.submit(engine, request := Request(prompt, 4), steps=5)
         late, drops = list(waited), engine.counts["drops"]
         copies.arrive()
         cache.poll()
@@ -227,8 +226,7 @@ def test_a_block_is_held_while_it_is_written():
     engine, written = engine_for(storage=engines.chunk_files())[0], []
     engine.behind.cache.storage.write = lambda *_: written.append(Transfer("save", "chunk", 1)) or written[-1]
     ask(engine, PROMPT, 1)
-    while len(written) < 9:
-        engine.behind.cache.poll()
+    eventually(lambda: len(written) == 9 or engine.behind.cache.poll())
     assert sum(engine.behind.cache.store.pool.references) >= 9
     for transfer in written:
         transfer.finish(0.0, 0.1)
@@ -314,7 +312,7 @@ def test_storage_that_fails_costs_what_it_would_have_kept_and_no_more(fault, mon
     elif fault == "behind":
         monkeypatch.setattr("common.store.BACKLOG", 0)
     else:
-        release, begun = threading.Event(), threading.Barrier(3)
+        release, begun = threading.Event(), threading.Barrier(3, timeout=60)
         for lane in (inner.reader, inner.writer):
             lane.submit("hang", 0, lambda: (begun.wait(), release.wait()))
         begun.wait()
