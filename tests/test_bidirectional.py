@@ -11,7 +11,6 @@ import torch
 from support import engines
 from support.engines import ORACLE, ask, both_ends, check_pools, draw, evict, make, settle
 
-from common import store
 from common.link import Transfer, TransferError
 from common.requests import HungUp, Request
 from common.store import StoredChunks
@@ -53,15 +52,13 @@ class Storage(both_ends.ModelledStorage):
             count -= 1
 
 
-def engine_for(storage=None, budget: int = 64, blocks: int = 96, memory=1e6, **options):
+def engine_for(storage=None, budget: int = 64, memory=1e6, **options):
     """-> engine, its cache and its storage, which holds the chunks of PROMPT, the device none."""
     storage = storage or Storage()
-    chunks = StoredChunks(storage) if isinstance(storage, store.Storage) else storage
-    cache = both_ends.BidirectionalCache(chunks, memory=memory, **options)
-    engine = make(cache, blocks, token_budget=budget)
+    cache = both_ends.BidirectionalCache(StoredChunks(storage), memory=memory, **options)
+    engine = make(cache, 96, token_budget=budget)
     ask(engine, PROMPT, 1)
-    if isinstance(storage, Storage):
-        storage.deliver(99)
+    storage.deliver(99)
     evict(engine)
     return engine, cache, storage
 
@@ -74,8 +71,7 @@ def submit(engine, prompt=PROMPT, new: int = 4, steps: int = 0) -> Request:
 def finish(engine, storage, *requests):
     engines.until_over(engine, *requests)
     assert all(ORACLE.judge(request) == "equal" for request in requests)
-    if isinstance(storage, Storage):
-        storage.deliver(99)
+    storage.deliver(99)
     check_pools(engine)
 
 
@@ -316,10 +312,8 @@ def test_what_storage_lacks_in_front_is_computed_and_the_longest_run_is_loaded()
         assert found(engine, PROMPT) == tokens
         request = submit(engine, steps=1)
         storage.deliver(6)
-        while request.restoration and request.restoration.start == 0:
-            engine.step()
-        assert request.found["storage"] in (loaded, loaded - 64 * (0 not in lacking))
         finish(engine, storage, request)
+        assert request.found["storage"] in (loaded, loaded - 64 * (0 not in lacking))
         evict(engine)
         storage.index = kept
 

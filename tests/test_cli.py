@@ -10,8 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import closing
+from select import select
 from unittest.mock import Mock
+from urllib.request import urlopen
 
 import numpy
 import pytest
@@ -79,14 +80,6 @@ def test_prompt_prints_the_answer_writes_its_numbers_and_closes_the_engine(
     assert len(spans) == 20 == len(report["timeline"])
 
 
-def test_demo_writes_its_report_and_its_timelines(monkeypatch, capsys, tmp_path):
-    said, _ = run_here(monkeypatch, capsys, *TINY, "--demo", "--max-tokens", 5, "--json", tmp_path / "json",
-                       "--trace", tmp_path / "trace")
-    report = json.loads((tmp_path / "json").read_text())
-    assert set(report) == {"chapter", "model", "device", "dtype", "link", "verified", "rows"} and said
-    assert report["rows"][0]["completion_tokens"] == 5 and "decode" in (tmp_path / "trace").read_text()
-
-
 def test_help_can_be_shown(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         run_here(monkeypatch, capsys, "--help")
@@ -109,7 +102,7 @@ def test_who_reads_only_the_beginning_ends_it_quietly(words, unbuffered):
     os.close(reading)                           # as `head` leaves it
     with open(writing, "w") as closed:
         done = subprocess.run([sys.executable, *words], stdout=closed, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-                              env={**ENVIRONMENT, "PYTHONUNBUFFERED": unbuffered})
+                              env={**ENVIRONMENT, "PYTHONUNBUFFERED": unbuffered}, timeout=TIMEOUT)
     said = [line for line in done.stderr.splitlines() if not line.startswith("KV pool")]
     assert done.returncode == 1 and said == []
 
@@ -189,7 +182,7 @@ def test_a_server_is_for_this_machine_only_knows_the_engines_fields_and_freezes_
 def test_ctrl_c_while_pytorch_is_imported_ends_in_a_line(tmp_path, chapter, module):
     (tmp_path / "torch.py").write_text("")
     (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
-    done = subprocess.run([sys.executable, ROOT / chapter], capture_output=True,
+    done = subprocess.run([sys.executable, ROOT / chapter], capture_output=True, timeout=TIMEOUT,
                           env={**ENVIRONMENT, "PYTHONPATH": str(tmp_path)})
     assert done.stderr == b"\nInterrupted.\n" and done.stdout == b""
     assert done.returncode == -signal.SIGINT
@@ -212,7 +205,7 @@ class Process:
 
     def read_until(self, *words: bytes):
         while not any(word in self.output for word in words):
-            piece = os.read(self.process.stdout.fileno(), 4096)
+            piece = select([self.process.stdout], [], [], TIMEOUT)[0] and os.read(self.process.stdout.fileno(), 4096)
             assert piece, self.output
             self.output += piece
 
@@ -236,12 +229,12 @@ def test_ctrl_c_ends_it_at_once():
 def ask_three(process) -> list:
     """Return three connections to a served process: one is being answered, the others wait."""
     process.read_until(b"(Ctrl-C ends it)\n")
-    port, connections = int(process.output.split(b"127.0.0.1:")[1].split()[0]), []
-    for _ in range(3):
-        connections.append(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT))
-        connections[-1].request("POST", "/generate", json.dumps(dict(prompt="Hello", max_tokens=400)))
-    eventually(lambda: health(port)["counters"]["requests"] == 3)
-    assert health(port)["title"] == "A chapter around the stub engine, for tests of the command line."
+    process.port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
+    connections = [http.client.HTTPConnection("127.0.0.1", process.port, timeout=TIMEOUT) for _ in range(3)]
+    for connection in connections:
+        connection.request("POST", "/generate", json.dumps(dict(prompt="Hello", max_tokens=400)))
+    eventually(lambda: health(process.port)["counters"]["requests"] == 3)
+    assert health(process.port)["title"] == "A chapter around the stub engine, for tests of the command line."
     return connections
 
 
@@ -274,10 +267,9 @@ def test_a_second_ctrl_c_ends_a_server_at_once():
 def test_a_hang_up_that_is_ignored_from_the_start_stays_so():
     with Process(*TINY, "--port", "0", "--pause", "0.02", command=("nohup", sys.executable, SCRIPT)) as process:
         connections = ask_three(process)
-        port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
-        before = health(port)["counters"]["steps"]
+        before = health(process.port)["counters"]["steps"]
         process.process.send_signal(signal.SIGHUP)
-        eventually(lambda: health(port)["counters"]["steps"] > before + 50)
+        eventually(lambda: health(process.port)["counters"]["steps"] > before + 50)
         process.interrupt(signal.SIGTERM, 143)
         assert all(map(told, connections))
 
@@ -317,6 +309,5 @@ def told(connection) -> bool:
 
 
 def health(port: int) -> dict:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)) as connection:
-        connection.request("GET", "/health")
-        return json.loads(connection.getresponse().read())
+    with urlopen(f"http://127.0.0.1:{port}/health", timeout=TIMEOUT) as reply:
+        return json.load(reply)

@@ -229,9 +229,9 @@ def test_the_same_host_memory_keeps_more_contexts_as_activations_or_fewer(kv_hea
     for plan, contexts in (Plan(0, 136, 0, 0, 0), 4), (Plan(0, 0, 136 * sizes.kv // sizes.act, 0, 0), kept):
         engine = engine_for(plan, model=model, running=20)
         assert sum(memory.nbytes for memory in engine.runner.memory) == 136 * sizes.kv
-        while not engine.waiting:  # for blocks
-            submit(engine, Request(draw(random.Random(len(engine.running)), 500), 12), steps=1)
-        assert len(engine.running) == contexts
+        for seed in range(contexts + 1):
+            submit(engine, Request(draw(random.Random(seed), 500), 12), steps=1)
+        assert len(engine.running) == contexts, "the last one waits for blocks"
 
 
 @pytest.mark.parametrize("kind, fetches", [(hybrid.HybridRunner, 1), (hybrid_blocks.Naive, hybrid_blocks.GROUPS)])

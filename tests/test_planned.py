@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 from support import engines
 from support.engines import ORACLE, ask, ask_and_evict, check_pools, chunk_files, draw, evict, planned, settle
+from support.serving import eventually
 
 from common.link import Transfer
 from common.machine import flops, machine_of
@@ -105,13 +106,10 @@ def test_a_plan_keeps_only_what_it_needs():
 def test_all_states_travel_before_k_and_v_and_recomputing_comes_first():
     engine, cache = engine_for("RHK")
     ask_and_evict(engine, PROMPT, 1)
-    order = []
-    for name in ("project", "recompute"):
-        function = getattr(cache, name)
-        noted = lambda *args, name=name, call=function: order.append(name) or call(*args)  # noqa: E731
-        setattr(cache, name, noted)
-    copy = cache.load_link.copy
+    order, copy, project, recompute = [], cache.load_link.copy, cache.project, cache.recompute
     cache.load_link.copy = lambda *what: order.append(what[2]) or copy(*what)
+    cache.project = lambda *what: order.append("project") or project(*what)
+    cache.recompute = lambda *what: order.append("recompute") or recompute(*what)
     request = ask(engine, PROMPT + [3], 1)
     assert order == ["layer 1", "layer 2", "recompute", "project", "project"]
     plan = request.timeline.plan
@@ -126,8 +124,7 @@ def test_recomputing_pauses_between_portions_while_others_decode():
     decoding, back = Request(draw(random.Random(3), 10), 40), Request(PROMPT + [3], 2)
     engines.submit(engine, decoding, steps=1)
     engine.submit(back)
-    while not back.new:
-        engine.step()
+    eventually(lambda: back.new or engine.step())
     assert len(decoding.new) > 5, "150 tokens in portions of 32"
     engines.until_over(engine, decoding, back)
     assert ORACLE.judge(decoding) == ORACLE.judge(back) == "equal" and back.found == {"cpu": 144}

@@ -168,8 +168,7 @@ def test_storage_is_asked_once_and_read_for_enough_tokens():
         cache.storage.set([], []).wait(60)  # behind what was marked as used
         backend.asked.clear()
         engine.submit(Request(text[:known] + engines.draw(rng, new), 2))
-        while not cache.under_way["save"]:
-            engine.step()
+        serving.eventually(lambda: cache.under_way["save"] or engine.step())
         assert backend.asked == asked
         engines.evict(engine)
         engine.evict("host")

@@ -12,7 +12,7 @@ from tests.support import forked
 
 def ask(url: str, **body) -> dict:
     data = json.dumps(body).encode() if body else None
-    return json.load(urlopen(Request(url, data, {"Content-Type": "application/json"})))
+    return json.load(urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=60))
 
 
 def test_one_process_prefills_and_another_one_decodes(tmp_path):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerFast
 
 from common import sampling
-from common.requests import BadRequest, Request, Result, Unavailable
+from common.requests import BadRequest, Request, Unavailable
 from shell import checkpoint, openai
 from shell.frontend import PROMPT, SAMPLING, Frontend, Writer, check_fields, check_messages
 from tests.support.stub import Engine
@@ -262,12 +262,6 @@ def test_a_prompt_is_a_message_of_a_user_and_token_ids_are_taken_as_they_are(fro
     assert one.end_tokens == frozenset(frontend.end_tokens) and one.max_tokens == 128
 
 
-def test_fields_of_the_chapter_become_options_and_an_answer_ends_where_the_context_does(frontend):
-    request = frontend.request([5] * 250, max_tokens=50, cache_salt="Anna", top_k=3, stop=["x"], seed=None)
-    assert request.options == dict(cache_salt="Anna") and request.top_k == 3 and request.writer.stop == ["x"]
-    assert request.max_tokens == 6
-
-
 @pytest.mark.parametrize("asked,words", [
     (dict(), "prompt or messages"),
     (dict(prompt="a", messages=[dict(role="user", content="b")]), "prompt or messages"),
@@ -374,12 +368,8 @@ def test_what_a_template_without_a_system_role_refuses_the_user_says(frontend):
             chat.request(messages=messages)
 
 
-def test_a_request_is_answered_on_this_thread(frontend, capsys):
-    result = answer(Engine(), frontend.request("Hello", max_tokens=9))
-    assert isinstance(result, Result) and capsys.readouterr().out == result.text and len(result.tokens) == 9
-    assert Engine().generate([frontend.request("Hello", max_tokens=9)])[0].new == result.tokens
-    for ask in answer, lambda engine, request: engine.generate([request]):
-        engine, request = Engine(), frontend.request("Hello")
-        engine.arrivals.append((request, Unavailable("closing")))
-        with pytest.raises(Unavailable):
-            ask(engine, request)
+def test_what_ends_a_request_is_raised_to_who_waits_for_its_answer(frontend):
+    engine, request = Engine(), frontend.request("Hello")
+    engine.arrivals.append((request, Unavailable("closing")))
+    with pytest.raises(Unavailable):
+        answer(engine, request)
