@@ -219,13 +219,6 @@ def test_the_environment_says_which_rank_this_is_or_a_sentence_what_is_wrong(giv
         ranks.of_environment(asked)
 
 
-def test_a_port_that_is_taken_is_one_sentence(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        environment = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1]))
-        done = forked.run(tmp_path, "09_tensor_parallel.py", "--prompt", "Hi", timeout=60, **environment)
-    assert done.stderr.startswith("09_tensor_parallel: The ranks have not met (") and done.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize("how, words", [
     ("killed", "Rank 1 was killed by signal 9; so have all."),
     ("failed", "Rank 1 has ended (AssertionError: something went wrong here); so have all."),
@@ -239,9 +232,12 @@ def test_when_a_rank_has_ended_all_end_with_a_sentence(how, words, tmp_path):
 @pytest.mark.parametrize("words, environment, sentence", [
     (["--model", "/nonexistent"], {}, "No model"),
     (["--ranks", 2], dict(RANK="0", WORLD_SIZE="1"), "Ranks cannot start from RANK=0, WORLD_SIZE=1, --ranks 2: "),
+    (["--prompt", "Hi"], dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="taken"), "The ranks have not met ("),
 ])
 def test_what_cannot_start_is_one_sentence(words, environment, sentence, tmp_path):
-    done = forked.run(tmp_path, "09_tensor_parallel.py", *words, timeout=60, **environment)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = {name: value.replace("taken", str(taken.getsockname()[1])) for name, value in environment.items()}
+        done = forked.run(tmp_path, "09_tensor_parallel.py", *words, timeout=60, **given)
     assert done.returncode == 1 and done.stderr.startswith(f"09_tensor_parallel: {sentence}") and done.stderr.count("\n") == 1
 
 

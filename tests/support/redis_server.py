@@ -4,10 +4,11 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
+
+from .serving import eventually
 
 
 @contextmanager
@@ -18,30 +19,24 @@ def redis_server():
     if not shutil.which("redis-server"):
         pytest.skip("redis-server is not installed")
     with tempfile.TemporaryDirectory() as folder:
-        process, port = start(folder)
+        process, port = next(filter(None, (started(folder) for _ in range(5))))
         yield f"redis://127.0.0.1:{port}/0"
         process.kill()
         process.wait()
 
 
-def start(folder: str, attempts: int = 5) -> tuple[subprocess.Popen, int]:
-    """-> a server that answers, and its port. Raises OSError if none does."""
+def started(folder: str) -> tuple[subprocess.Popen, int] | None:
+    """Start a server -> it and its port, when it answers; None if it ends: another process has taken the port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]  # which another process may take before the server does
+        port = probe.getsockname()[1]
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
     process = subprocess.Popen([*command, "--dir", folder], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < until:
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-                connection.sendall(b"PING\r\n")
-                if connection.recv(1) in (b"+", b"-"):  # an error is an answer too
-                    return process, port
-        except OSError:
-            time.sleep(0.01)
-    process.kill()
-    process.wait()
-    if attempts > 1:
-        return start(folder, attempts - 1)
-    raise OSError(f"redis-server does not answer on port {port}")
+    eventually(lambda: process.poll() is not None or answers(port))
+    return (process, port) if process.poll() is None else None
+
+
+def answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(b"PING\r\n")
+        return connection.recv(1) in (b"+", b"-")  # an error is an answer too
