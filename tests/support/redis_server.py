@@ -20,9 +20,11 @@ def redis_server():
         pytest.skip("redis-server is not installed")
     with tempfile.TemporaryDirectory() as folder:
         process, port = next(filter(None, (started(folder) for _ in range(5))))
-        yield f"redis://127.0.0.1:{port}/0"
-        process.kill()
-        process.wait()
+        try:
+            yield f"redis://127.0.0.1:{port}/0"
+        finally:
+            process.kill()
+            process.wait()
 
 
 def started(folder: str) -> tuple[subprocess.Popen, int] | None:
