@@ -26,7 +26,6 @@ from tests.support.stub import Engine
 SCRIPT = ROOT / "tests" / "support" / "chapter.py"
 TINY = ("--model", "random:tiny")
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
-needs_signals = pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")
 
 
 def run_here(monkeypatch, capsys, *arguments) -> tuple[str, str]:
@@ -218,7 +217,6 @@ class Process:
         assert b"Traceback" not in self.output and b"Error" not in self.output
 
 
-@needs_signals
 def test_ctrl_c_ends_it_at_once():
     with Process(*TINY, "--prompt", "Hello", "--pause", "0.1") as process:
         process.read_until(b"Hel")
@@ -238,7 +236,6 @@ def ask_three(process) -> list:
     return connections
 
 
-@needs_signals
 @pytest.mark.parametrize("pause,number,status", [
     (0.05, signal.SIGTERM, 143), (0.05, signal.SIGHUP, 129),
     (60, signal.SIGINT, 130)])                  # a step that lasts longer than the server
@@ -254,7 +251,6 @@ def test_a_server_that_is_told_to_end_tells_its_clients(pause, number, status):
         assert closed == (["between steps"] if pause < 1 else []), "a step that goes on is left alone"
 
 
-@needs_signals
 def test_a_second_ctrl_c_ends_a_server_at_once():
     with Process(*TINY, "--port", "0", "--pause", "60", "--ending", "60") as process:
         connections = ask_three(process)
@@ -263,7 +259,6 @@ def test_a_second_ctrl_c_ends_a_server_at_once():
         process.interrupt()
 
 
-@needs_signals
 def test_a_hang_up_that_is_ignored_from_the_start_stays_so():
     with Process(*TINY, "--port", "0", "--pause", "0.02", command=("nohup", sys.executable, SCRIPT)) as process:
         connections = ask_three(process)
@@ -292,7 +287,6 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
 
 
-@needs_signals
 @pytest.mark.parametrize("number,status,words", [
     (signal.SIGTERM, 143, ["--port", "0", "__init__"]), (signal.SIGINT, 130, ["--prompt", "Hello", "__init__"]),
     (signal.SIGHUP, 129, ["--demo", "read_model"])])

@@ -157,15 +157,6 @@ def test_reading_counts_once(share, source):
     assert request.outcome.source == source, request.decisions
 
 
-@pytest.mark.parametrize("plan", ["RHK", "KKK"])
-def test_plans_in_files_are_names_of_their_own(plan, tmp_path):
-    ask(engine := engine_for("RHK", chunk_files(tmp_path))[0], PROMPT, 1)
-    settle(engine)
-    again = engine_for(plan, chunk_files(tmp_path))[0]
-    request = ask(again, PROMPT + [3])
-    assert request.found == ({"disk": 144} if plan == "RHK" else {}) and ORACLE.judge(request) == "equal"
-
-
 def test_a_plan_that_has_files_is_taken_at_the_next_start_unless_another_is_named(monkeypatch, tmp_path):
     costs = Costs(9.0, 1.0, 1.0, 2.0, 0.0)
     monkeypatch.setattr(planned.PlannedCache, "costs", lambda cache, *span: costs)

@@ -23,8 +23,7 @@ from tests.support import engines, forked, serving
 from tests.support import ranks as rank_tests
 
 ranked = importlib.import_module("09_tensor_parallel")
-posix = pytest.mark.skipif(os.name != "posix", reason="ranks are POSIX processes here")
-pytestmark = posix
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="ranks are POSIX processes here")
 
 
 def scenario(folder, *arguments) -> subprocess.CompletedProcess:

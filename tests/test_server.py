@@ -332,10 +332,10 @@ def test_whoever_waits_is_told_while_a_step_goes_on(frontend):
         replies = [threads.submit(client.ask, *asked) for asked in (("/generate", ASK), ("/evict", dict(tier="host")))]
         eventually(lambda: client.engine.counters()["requests"] == 2 and client.server.jobs.qsize())
         client.server.close()
-        assert "shutting down" in sentence(stream.result(5).events[-1]["error"], "server_error")
+        assert "shutting down" in sentence(stream.result(TIMEOUT).events[-1]["error"], "server_error")
         for late in CHAT, dict(CHAT, stream=True):
             replies.append(threads.submit(client.ask, "/v1/chat/completions", late))
-        assert all("shutting down" in reply.result(5).error(503, "server_error") for reply in replies)
+        assert all("shutting down" in reply.result(TIMEOUT).error(503, "server_error") for reply in replies)
 
 
 def test_a_server_can_be_asked_without_http(frontend):

@@ -113,12 +113,10 @@ def bytes_over_the_link(ranks, arguments):
     engines.ask(engine, prompt)
     assert again(engine, prompt).found == {"cpu": 256}
     if arguments.keep == "states":
-        whole = 256 * (config.num_hidden_layers - 1) * config.hidden_size * 4
-        share = ranks.count
+        numbers, share = (config.num_hidden_layers - 1) * config.hidden_size, ranks.count
     else:
-        whole = 256 * config.kv_numbers_per_token * 4
-        share = min(ranks.count, arguments.kv_heads)
-    assert engine.counts["bytes_in"] * share == whole, (engine.counts["bytes_in"], share, whole)
+        numbers, share = config.kv_numbers_per_token, min(ranks.count, arguments.kv_heads)
+    assert engine.counts["bytes_in"] * share == 256 * numbers * 4, (engine.counts["bytes_in"], share, numbers)
 
 
 def declining(ranks, arguments):
@@ -179,10 +177,8 @@ def commands(ranks, arguments):
         everywhere.follow()
         assert engine.behind.cache.save_link.closed.is_set(), "what is on its way arrives, on every rank"
         return
-    rng, asked = random.Random(0), []
-    for number in range(12):
-        options = dict(temperature=1.0) if number == 3 else {}
-        asked.append(Request(engines.draw(rng, 40), 8, **options))
+    rng = random.Random(0)
+    asked = [Request(engines.draw(rng, 40), 8, temperature=float(number == 3)) for number in range(12)]
     threading.Thread(target=lambda: [everywhere.submit(request) for request in asked]).start()
     while any(request.outcome is None for request in asked):
         if asked[5].outcome is None and asked[0].new:
