@@ -16,8 +16,7 @@ from conftest import ROOT
 from support.engines import tiers, tiny_model
 
 from common import link as links
-from common import link as places
-from common.link import TransferError, Worker
+from common.link import Places, TransferError, Worker
 from common.timeline import Clock
 from shell import hardware
 from shell.modelled_link import LATENCY, PIECE, Bandwidth, LikeA100, ModelledLink
@@ -86,9 +85,7 @@ def test_a_view_is_copied_bit_by_bit_and_nothing_else_is_touched(dtype, view):
     assert torch.equal(bits(out), bits(view(other)))
 
 
-@pytest.mark.parametrize("src, size", [
-    ([pattern(3, 4), pattern(2, 5)[:, 1:], pattern(7)], (12 + 8 + 7) * 4), ([], 0), ([torch.zeros(0, 4)], 0),
-], ids=["three", "none", "an empty one"])  # fmt: skip
+@pytest.mark.parametrize("src, size", [([pattern(3, 4), pattern(2, 5)[:, 1:], pattern(7)], (12 + 8 + 7) * 4), ([], 0)])
 def test_a_list_of_pieces_is_one_transfer(src, size):
     dst = [torch.zeros_like(piece) for piece in src]
     transfer = make().copy(dst, src, "layer 3")
@@ -164,12 +161,9 @@ def test_no_model_is_faster_than_the_copy_itself():
 # 4. What fails ---------------------------------------------------------------------------------
 
 WRONG = {
-    "longer": (torch.zeros(4), torch.zeros(5)),
-    "another shape": (torch.zeros(2, 6), torch.zeros(3, 4)),
     "would be broadcast": (torch.zeros(4, 4), torch.zeros(4)),
     "more pieces": ([torch.zeros(4)], [torch.zeros(4)] * 2),
     "pieces of other shapes": ([torch.zeros(4), torch.zeros(3)], [torch.zeros(3), torch.zeros(4)]),
-    "another dtype": (torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)),
     "a dtype of the same size": (torch.zeros(4), torch.ones(4, dtype=torch.int32)),
     "memory that is none": (torch.zeros(4), torch.zeros(4, device="meta")),
     "one piece of it": ([torch.zeros(4)] * 2, [torch.zeros(4), torch.zeros(4, device="meta")]),
@@ -233,22 +227,16 @@ def test_seconds_count_what_is_queued():
 # 6. How fast the model is ----------------------------------------------------------------------
 
 
-@pytest.fixture
-def auto(monkeypatch):
-    """The default link of a model whose layer of 512 tokens is projected in half a second."""
+def test_restoring_and_transfer_have_the_ratio_that_llama_2_7b_has_on_an_a100_and_what_is_printed_says_so(monkeypatch):
+    """On the default link of a model whose layer of 512 tokens is projected in half a second."""
     machine = SimpleNamespace(fastest=1024.0, projecting=1.0)
     monkeypatch.setattr(tiny_model(), "machine", machine, raising=False)
-    return LikeA100(tiny_model())
-
-
-def test_restoring_and_transfer_have_the_ratio_that_llama_2_7b_has_on_an_a100(auto):
+    auto = LikeA100(tiny_model())
     transfer = 512 * 64 * 4 / auto.value  # seconds, of a layer's hidden states
     products, states = 4 * 4096**2, 2 * 4096  # operations and bytes of a token, in a layer of Llama-2-7B
     rate = products / (states / 24e9)  # even at 24 GB/s
     assert 0.5 / transfer == pytest.approx(products / rate / (states / 32e9))
 
-
-def test_what_is_printed_says_that_it_is_modelled_and_how_it_was_calibrated(auto):
     assert str(make(5e8)) == str(Bandwidth(5e8)) == "modelled link, 0.5 GB/s"
     said = str(make(auto))
     assert said.startswith("modelled link, ") and "as for an A100" in said
@@ -283,9 +271,9 @@ def test_without_a_gpu_host_memory_is_ordinary_memory_as_it_is_where_it_cannot_b
     ([7, 6, 5], [3, 2, 1], [(7, 3, 1), (6, 2, 1), (5, 1, 1)]),
 ])  # fmt: skip
 def test_a_run_is_adjacent_on_both_sides(to, at, runs):
-    assert places.Places(to, at).runs == runs
+    assert Places(to, at).runs == runs
     dst, src = torch.zeros(20, 3), torch.arange(1.0, 61.0).view(20, 3)
-    places.move([dst], [src], places.Places(to, at))
+    links.move([dst], [src], Places(to, at))
     assert dst[to].tolist() == src[at].tolist() and dst.count_nonzero() == 3 * len(to)
 
 
@@ -294,10 +282,10 @@ def test_pages_are_in_as_many_pieces_as_the_lesson_says(layout, order):
     shape, pages = (8, 6, 2, 16, 4, 8), [1, 2, 3, 4]  # layers, places, K and V, tokens, heads, head size
     host = torch.zeros([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(6)])
     device = torch.zeros(2, 6, 16, 4, 8).transpose(0, 1)  # a layer of it
-    counted, link, value = [], make(Bandwidth(FAST)), places.as_integers(host.permute(1, *(axis for axis in order if axis != 1)))[0]
+    counted, link, value = [], make(Bandwidth(FAST)), links.as_integers(host.permute(1, *(axis for axis in order if axis != 1)))[0]
     link.bandwidth.arrival = lambda start, size, pieces: counted.append(pieces) or start
     for some in pages[:1], pages, pages[::-1]:
-        link.copy(device, host[0], "", places.Places(some, some)).wait()
+        link.copy(device, host[0], "", Places(some, some)).wait()
     page, adjacent, backwards = counted
     written, read = (link.bandwidth.of([value] * count).keywords["pieces"] for count in (1, 2))
     assert backwards == 4 * page and read == 2 * written
@@ -326,14 +314,13 @@ def test_the_thread_of_a_lane_ends_and_what_is_on_its_way_arrives(how):
 def test_what_has_arrived_is_not_held_by_the_lane():
     woken = threading.Semaphore(0)
     link, (dst, src) = make(wake=woken.release), numbered(8)
-    alive, ended = weakref.ref(src), threading.Event()
-    weakref.finalize(src, ended.set)
+    weakref.finalize(src, (ended := threading.Event()).set)
     link.copy(dst, src, "")
     assert woken.acquire(timeout=30)
     link.seconds(0)  # which forgets what has arrived
     del dst, src
     gc.collect()
-    assert ended.wait(30) and alive() is None
+    assert ended.wait(30)
 
 
 EXIT = """

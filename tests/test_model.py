@@ -24,7 +24,6 @@ from shell.linear import FastLinear, speed_up
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=64)
-LINEAR = dict(rope_type="linear", factor=2.0)
 FOLDERS = {
     "mha": dict(num_key_value_heads=4),
     "gqa": dict(num_key_value_heads=2),
@@ -252,37 +251,12 @@ def test_what_comes_back_gives_the_tokens_of_transformers(kind, cache, tmp_path)
     assert first.new == again.new == expected and (again.found or isinstance(cache, int))
 
 
-# Rotary frequencies ----------------------------------------------------------------------------
-
-ROPES = {  # beside those of published configs
-    "old linear, newer name": dict(rope_theta=5e5, rope_scaling=dict(rope_type="linear", factor=4)),
-    "new linear": dict(rope_parameters=dict(LINEAR, rope_theta=5e5)),
-    "new llama3, theta outside": dict(rope_theta=5e5, rope_parameters=LLAMA3),
-    "theta in both places": dict(rope_theta=3e4, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
-    "llama3 without its original context": dict(
-        rope_theta=5e5, rope_scaling={name: LLAMA3[name] for name in list(LLAMA3)[:4]}),
-    "llama3, original context outside": dict(
-        rope_theta=5e5, rope_scaling=LLAMA3, original_max_position_embeddings=128),
-}
-
+# Configs ---------------------------------------------------------------------------------------
 
 def raw_config(**fields) -> dict:
     sizes = dict(vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4)
     return dict(model_type="llama", **sizes) | fields
 
-
-@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
-def test_rotary_frequencies_equal_those_of_transformers(rope):
-    import transformers
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    raw = json.dumps(raw_config(**rope))
-    expected = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(json.loads(raw)))
-    assert expected.attention_scaling == 1.0
-    torch.testing.assert_close(rotary_frequencies(read_config(json.loads(raw))), expected.inv_freq, rtol=1e-6, atol=0)
-
-
-# Configs ---------------------------------------------------------------------------------------
 
 SEVEN_B = dict(architectures=["LlamaForCausalLM"], bos_token_id=1, eos_token_id=2, hidden_act="silu", initializer_range=0.02,
                max_position_embeddings=4096, num_key_value_heads=4, pretraining_tp=1, rms_norm_eps=1e-5, rope_scaling=None,
@@ -308,10 +282,9 @@ PUBLISHED = {
     "Llama 2": SEVEN_B, "Vicuna": dict(_name_or_path="vicuna", max_position_embeddings=2048, pad_token_id=0),
     "Vicuna 16k": SEVEN_B | dict(max_sequence_length=16384, rope_scaling=dict(factor=4.0, type="linear")),
     "SOLAR": SEVEN_B | dict(rope_scaling=dict(factor=2.0, type="dynamic")),
-    "Llama 3": LLAMA_3, "Llama 3.1": LLAMA_31, "Llama 3.2": LLAMA_32, "Llama 3.2, unsloth": LLAMA_32 | UNSLOTH,
+    "Llama 3": LLAMA_3, "Llama 3.1": LLAMA_31, "Llama 3.2, unsloth": LLAMA_32 | UNSLOTH,
     "a fine-tune": LLAMA_3 | dict(neftune_noise_alpha=5, repetition_penalty=1.3, do_sample=True, temperature=0.6),
     "SmolLM2": LLAMA_3 | JS | dict(rope_interleaved=False, tie_word_embeddings=True, rope_theta=100000),
-    "DeepSeek LLM": SEVEN_B | dict(aux_loss_alpha=0.001, ep_size=1, n_routed_experts=None),
     "with biases": SEVEN_B | dict(attention_bias=True, mlp_bias=True, bias=True, hidden_act="swish"),
     "from GGUF": dict(max_position_embeddings=512, partial_rotary_factor=1.0, rope_theta=1e4, num_key_value_heads=None,
                       head_dim=None, quantization_config=None, rms_norm_eps=9.999999747378752e-06),
@@ -329,6 +302,12 @@ PUBLISHED = {
     "SmolLM3": SMOLLM3, "SmolLM3, with biases": SMOLLM3 | dict(attention_bias=True, mlp_bias=True),
     "SmolLM3, by default": dict(model_type="smollm3", num_hidden_layers=4, max_position_embeddings=512, pad_token_id=None, tie_word_embeddings=True),
     "Llama 3.1, saved by 5": LLAMA_3 | NEW | dict(rope_parameters=dict(LLAMA3, rope_theta=5e5), rope_theta=None),
+    "old linear, newer name": dict(rope_theta=5e5, rope_scaling=dict(rope_type="linear", factor=4)),
+    "new linear": dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=5e5)),
+    "new llama3, theta outside": dict(rope_theta=5e5, rope_parameters=LLAMA3),
+    "theta in both places": dict(rope_theta=3e4, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
+    "llama3 without its original context": dict(rope_theta=5e5, rope_scaling={name: LLAMA3[name] for name in list(LLAMA3)[:4]}),
+    "llama3, original context outside": dict(rope_theta=5e5, rope_scaling=LLAMA3, original_max_position_embeddings=128),
     "Mistral, saved by 5": MISTRAL | NEW | dict(sliding_window=None, rope_parameters=dict(rope_theta=1e4, rope_type="default")),
 }
 SLIDING = {"Mistral 0.1": 4096, "Mistral without the key": 4096} | dict.fromkeys(
@@ -354,9 +333,7 @@ REFUSED = [
     ("sliding_window", dict(model_type="mistral", sliding_window=0)),
     ("layer_types", dict(model_type="qwen2", layer_types=["sliding_attention"] * 3)),
     ("hidden_act", dict(hidden_act="gelu")),
-    ("gpt2", dict(model_type="gpt2")),
     ("model_type", dict(model_type=None)),
-    ("architectures", dict(architectures=["MistralModel"])),
     ("architectures", dict(architectures=["LlamaForSequenceClassification"])),
     ("architectures must be .* not LlamaForCausalLMEagle3", dict(architectures=["LlamaForCausalLMEagle3"])),
     ("is_causal", dict(is_causal=False)),
@@ -364,18 +341,14 @@ REFUSED = [
     ("quantization is set; choose", dict(quantization=dict(group_size=64, bits=4))),
     ("compression_config is set; choose", dict(compression_config=dict(format="pack-quantized"))),
     ("yarn", dict(rope_scaling=dict(type="default", rope_type="yarn", factor=2.0))),
-    ("yarn", dict(rope_parameters=dict(rope_type="yarn", factor=2.0, rope_theta=1e4))),
     ("partial_rotary_factor", dict(partial_rotary_factor=0.5)), ("partial_rotary_factor", dict(partial_rotary_factor=0.0)),
     ("partial_rotary_factor", dict(rope_parameters=PARTIAL)),
     ("factor", dict(rope_scaling=dict(type="linear"))),
     ("rope_parameters", dict(rope_scaling="linear")),
     ("layer_types", dict(layer_types=["full_attention", "sliding_attention", "full_attention"])),
-    ("rms_norm_eps", dict(rms_norm_eps="small")), ("rms_norm_eps must be a positive number", dict(rms_norm_eps=math.nan)),
+    ("rms_norm_eps must be a positive number", dict(rms_norm_eps=math.nan)),
     ("rope_theta must be a positive number, not 0", dict(rope_theta=0)),
-    ("rope_theta must be a positive number, not 'large'", dict(rope_theta="large")),
-    ("factor must be a positive number, not 0", dict(rope_scaling=dict(type="linear", factor=0))),
     ("factor must be a positive number, not None", dict(rope_scaling=dict(type="linear", factor=None))),
-    ("max_position_embeddings must be a positive number", dict(max_position_embeddings=0)),
     ("num_hidden_layers must be a positive number", dict(num_hidden_layers=0)),
     ("hidden_size", dict(hidden_size=None)),
     ("vocab_size", dict(vocab_size="300")),
