@@ -1,7 +1,6 @@
 """Chapter 01: the loop against `transformers`, and the line before it."""
 
 import json
-import threading
 
 import pytest
 import torch
@@ -90,13 +89,3 @@ def test_who_hangs_up_in_line_or_under_way_frees_the_line(model, steps):
     counts = engine.counters()
     assert (counts["requests"], counts["finished"], counts["cancelled"], counts["failed"]) == (3, 1, 2, 0)
     assert (counts["prompt_tokens"], counts["completion_tokens"], counts["running"]) == (30, 8, 0)
-
-
-def test_nobody_is_there_and_the_engine_sleeps_until_somebody_is(model):
-    engine, request = baseline.Engine(model), Request(PROMPT[:5], 2)
-    slept, wait = [], engine.wake.wait
-    engine.wake.wait = lambda *seconds: slept.append(seconds) or wait(*seconds)
-    threading.Timer(0.05, engine.submit, (request,)).start()
-    until_over(engine, request)
-    assert slept == [()], "once, and without a limit"
-

@@ -12,11 +12,11 @@ from functools import partial
 
 import pytest
 import torch
-from support import engines, traffic
-from support.engines import CACHES, ORACLE, ask, ask_and_evict, check_pools, draw, evict, make, settle
-from support.faults import faulty
 
 from common.requests import HungUp, Request
+from tests.support import engines, traffic
+from tests.support.engines import CACHES, ORACLE, ask, ask_and_evict, check_pools, draw, evict, make, settle
+from tests.support.faults import faulty
 
 # K and V are computed again, in a batch of another shape
 COMPUTES = "hidden", "planned", "files", "both", "both, files", "tiered, both ends"
@@ -26,7 +26,7 @@ def pytest_generate_tests(metafunc):
     if "cache" in metafunc.fixturenames:
         own = metafunc.config.getoption("--cache")
         name = own or "examples.my_cache:MyCache"
-        CACHES[name] = traffic.engines.CACHES[name] = engines.own_cache(name)
+        CACHES[name] = engines.own_cache(name)
         metafunc.parametrize("cache", [own] if own else [*CACHES])
 
 
@@ -96,31 +96,20 @@ def test_what_a_copy_uses_is_referenced_and_found_only_when_it_is_there(cache):
 
 
 @pytest.mark.parametrize("size, budget", [(1, 512), (4, 16), (16, 7), (32, 64)])
-def test_what_left_the_device_comes_back(cache, size, budget):
+def test_what_left_the_device_comes_back_as_it_was(cache, size, budget):
     engine, rng = make(cache, 1024 // size, block_size=size, token_budget=budget), random.Random(size)
-    prompt = draw(rng, 200)
-    first = ask_and_evict(engine, prompt)
-    again = ask(engine, prompt + draw(rng, 5))
-    assert_equal(first, again, rule="restored tokens are those that were computed")
-    assert came_back(cache, restored(again)), "what was kept is found again"
-    assert restored(again) <= 200
-    check_pools(engine)
-
-
-def test_restored_k_and_v_are_those_that_were_lost(cache):
-    engine, prompt = make(cache), draw(random.Random(1), 160)
-
-    def contents():
-        request = ask(engine, prompt, 1)
-        table = engine.pool.find(request.chain)
-        return [engine.pool.memory[:, :, block].clone() for block in table]
-
-    computed = contents()
-    evict(engine)
-    again = contents()
-    assert len(computed) == len(again) == 10
+    prompt, seen = draw(rng, 200), []
+    for question in [], draw(rng, 5):
+        request = ask(engine, prompt + question)
+        assert_equal(request, rule="restored tokens are those that were computed")
+        table = engine.pool.find(request.chain[: 200 // size])
+        seen.append([engine.pool.memory[:, :, block].clone() for block in table])
+        evict(engine)
+    assert came_back(cache, restored(request)), "what was kept is found again"
+    assert restored(request) <= 200 and len(seen[0]) == 200 // size
     equal = partial(torch.allclose, atol=1e-5) if cache in COMPUTES else torch.equal
-    assert all(map(equal, computed, again)), "what comes back is what was lost"
+    assert all(map(equal, *seen)), "what comes back is what was lost"
+    check_pools(engine)
 
 
 def test_another_salt_finds_nothing(cache):
@@ -140,21 +129,6 @@ def test_a_pool_as_small_as_the_prompt_is_enough(cache, length):
     check_pools(engine)
 
 
-def test_of_equal_requests_at_once_the_first_may_hang_up(cache):
-    engine, rng = make(cache, 60, token_budget=32), random.Random(17)
-    prompts = draw(rng, 150), draw(rng, 150)
-    for round in range(4):
-        prompt = prompts[round // 2]
-        asked = [Request(prompt, 6) for _ in range(5)]
-        engines.submit(engine, *asked, steps=round)
-        for request in asked[:2]:
-            engine.cancel(request, HungUp("gone"))
-        engines.until_over(engine, *asked)
-        assert_equal(*asked[2:])
-        evict(engine)
-    check_pools(engine)
-
-
 def test_thirty_questions_about_one_document_bring_it_back_once(cache):
     engine, rng = make(cache, 160), random.Random(4)
     document = draw(rng, 256)
@@ -168,12 +142,15 @@ def test_thirty_questions_about_one_document_bring_it_back_once(cache):
     assert computed <= 30 * 25 + 256, "nothing is computed twice at the same time"
 
 
+@pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_request_that_is_cancelled_leaves_nothing(cache, steps):
-    engine, rng = make(cache, 40), random.Random(5)
+def test_requests_that_are_cancelled_leave_nothing_and_others_need_them_not(cache, steps, lost):
+    """`lost`: all ask about what was there before; else about what the first of them is about to compute."""
+    engine, rng = make(cache, 60, token_budget=512 if lost else 32), random.Random(5)
     prompt = draw(rng, 150)
-    ask_and_evict(engine, prompt)
-    asked = [Request(prompt + draw(rng, 8), 20) for _ in range(4)]
+    if lost:
+        ask_and_evict(engine, prompt)
+    asked = [Request(prompt + draw(rng, 8 * lost), 6) for _ in range(5)]
     engines.submit(engine, *asked)
     with faulty(rng, late=1.0, delay=0.05):
         for _ in range(steps):
@@ -184,7 +161,7 @@ def test_a_request_that_is_cancelled_leaves_nothing(cache, steps):
         engine.generate([last := Request(prompt, 4)])
     settle(engine)
     assert all(isinstance(request.outcome, HungUp) for request in asked[:3]), "cancelled is over"
-    assert_equal(asked[3], last)
+    assert_equal(*asked[3:], last)
     check_pools(engine)
 
 

@@ -54,10 +54,6 @@ def index(folder: Path, more: str):
     (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, part))))
 
 
-def pickle_instead(folder: Path):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
 def convert(folder: Path, tensor: str, dtype: torch.dtype):
     change_weights(folder / "model.safetensors", lambda t: t.update({tensor: t[tensor].to(dtype)}))
 
@@ -73,7 +69,6 @@ def tied_in_float8(folder: Path):
 Q0 = "model.layers.0.self_attn.q_proj.weight"
 BROKEN = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ["no model.safetensors"]),
-    "only a pickle": (pickle_instead, ["no model.safetensors", "pickles are not read"]),
     "truncated weights": (lambda f: os.truncate(f / "model.safetensors", 100_000), ["SafetensorError", "is it whole"]),
     "missing tensor": (lambda f: change_weights(f / "model.safetensors", lambda t: t.pop(Q0)), [Q0, "lacks"]),
     "wrong shape": (
@@ -92,7 +87,6 @@ BROKEN = {
     "another head": (lambda f: change_json(f / "config.json", tie_word_embeddings=True), ["lm_head", "tie_word_embeddings"]),
     "broken generation_config": (lambda f: (f / "generation_config.json").write_text("{"),
                                  ["JSONDecodeError"]),
-    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), ["tokenizer.json", "save_pretrained"]),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), ["cannot be loaded"]),
     "a part is missing": (
         lambda f: ((f / "model.safetensors").unlink(), next(write_model(f, max_shard_size="60KB").glob("model-*")).unlink()),
@@ -209,9 +203,9 @@ def test_of_a_hub_model_only_the_weights_that_are_read_are_downloaded(hub, folde
 @pytest.mark.parametrize("break_it, words", [
     (lambda f: change_json(f / "config.json", hidden_act="gelu"), ["config.json", "hidden_act"]),
     (lambda f: change_json(f / "config.json", architectures=["LlamaModel"]), ["LlamaModel"]),
-    (lambda f: (f / "tokenizer.json").unlink(), ["no tokenizer.json", "tokenizer.model"]),
+    (lambda f: (f / "tokenizer.json").unlink(), ["no tokenizer.json", "save_pretrained", "tokenizer.model"]),
     (lambda f: change_json(f / "config.json", vocab_size=10**12), ["GB"]),
-    (pickle_instead, ["owner/name has no model.safetensors", "pickle"]),
+    (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), ["owner/name has no model.safetensors", "pickles are not read"]),
     (lambda f: (f / "gated").touch(), ["owner/name", "Access is restricted"]),
     (partial(index, more=Q0.replace("proj", "norm")), ["q_norm", "no place"]),
     (partial(index, more="vision_tower.patch.weight"), ["vision_tower", "no place"]),

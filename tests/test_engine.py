@@ -152,27 +152,22 @@ def test_what_fails_between_two_steps_is_computed_without_a_pause():
     assert "failed (no): computed" in request.decisions[-1] and woken and all(woken)
 
 
-class FailingRunner(paged.Runner):
-    """Fails, after all layers were computed, as often as a test says."""
-
-    failures = 0
-
-    def forward(self, work, before_layer):
-        batch, logits = super().forward(work, before_layer)
-        if self.failures:
-            self.failures -= 1
-            raise RuntimeError("out of luck")
-        return batch, logits
-
-
 def test_a_step_that_fails_is_run_again_and_the_third_time_ends_its_requests_with_503():
-    engine = make(runner=(runner := FailingRunner(tiny_model(), 64)), cache=engines.offload.HostCache(64, 2e9))
+    engine, failures = make("host"), []
+
+    def fail_late(*step):  # after all layers were computed
+        done = paged.Runner.forward(engine.runner, *step)
+        if failures:
+            raise failures.pop()
+        return done
+
+    engine.runner.forward = fail_late
     for prompt in PROMPT, PROMPT + [4, 4]:
-        runner.failures = 2
+        failures += [RuntimeError("out of luck")] * 2
         assert ORACLE.judge(ask_and_evict(engine, prompt)) == "equal"
     asked = [Request(PROMPT[::-1], 4), Request([3, 4, 5], 4)]  # nothing of which comes back
     submit(engine, *asked)
-    runner.failures = 3
+    failures += [RuntimeError("out of luck")] * 3
     engines.until_over(engine, *asked)
     assert all(isinstance(request.outcome, Unavailable) for request in asked)
     assert all("out of luck" in str(request.outcome) for request in asked)
@@ -239,8 +234,9 @@ def test_what_would_arrive_later_than_computed_is_computed_and_the_result_says_s
 
 # 6. Sleeping -----------------------------------------------------------------------------------
 
-def test_an_engine_without_requests_sleeps_until_somebody_comes():
-    engine, request, slept = make(RowCache()), Request(PROMPT, 1), []
+@pytest.mark.parametrize("made", [make, lambda: engines.baseline.Engine(tiny_model())], ids=["02", "01"])
+def test_an_engine_without_requests_sleeps_until_somebody_comes(made):
+    engine, request, slept = made(), Request(PROMPT, 1), []
     wait = engine.wake.wait
 
     def come(seconds=None):

@@ -7,12 +7,11 @@ from support.mutants import GUARDS, without
 HYBRID = {"nothing is used again before it is there": (
     engines.hybrid.HybridRunner, "forget", "transfer.wait()", "pass")}  # fmt: skip
 
-SEEDS = {  # of traffic that shows it soon; 4 shows the others
-    "a request whose copy failed gets other blocks": 0, "a step that was given up is no step": 2,
-    "layers are waited for in the pass": 3, "slots that were not written are not read": 6}  # fmt: skip
+SEEDS = {"a step that was given up is no step": 2, "layers are waited for in the pass": 3}  # that show it soon; 4 the others
+SHOWN = [guard for guard, _ in races.RACES.values()]
 
 
-@pytest.mark.parametrize("guard", [*GUARDS, *HYBRID])
+@pytest.mark.parametrize("guard", [guard for guard in (*GUARDS, *HYBRID) if guard not in SHOWN])
 def test_without_its_guard_traffic_goes_wrong(monkeypatch, guard):
     without(monkeypatch, *{**GUARDS, **HYBRID}[guard])
     cache, seed, share = ("host", SEEDS.get(guard, 4), 0.2) if guard in GUARDS else ("hybrid", 0, 0.01)

@@ -45,20 +45,6 @@ def numbered(size: int):
     return torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
 
 
-class Held:
-    """A link whose lane stands still after its first transfer, until it is let go: in `wake`."""
-
-    def __init__(self, lane="load"):
-        self.gate, self.reached = threading.Event(), threading.Event()
-        self.link = make(lane=lane, wake=self.stand_still)
-        self.link.copy(*numbered(8), "first")
-        assert self.reached.wait(30)
-
-    def stand_still(self):
-        self.reached.set()
-        assert self.gate.wait(30)
-
-
 # 1. What is copied -----------------------------------------------------------------------------
 
 VIEWS = {
@@ -95,32 +81,19 @@ def test_a_list_of_pieces_is_one_transfer(src, size):
     assert all(torch.equal(bits(one), bits(other)) for one, other in zip(dst, src))
 
 
-# 2. In which order -----------------------------------------------------------------------------
+# 2. In which time ------------------------------------------------------------------------------
 
 
-def test_a_lane_is_first_in_first_out_and_another_does_not_wait_for_it():
-    held, other, pairs = Held("load"), make(lane="save"), [numbered(8) for _ in range(4)]
-    transfers = [held.link.copy(*pair, str(number)) for number, pair in enumerate(pairs[:3])]
-    other.copy(*pairs[3], "free").wait(30)
-    assert not any(transfer.ready for transfer in transfers)
-    assert [dst.any().item() for dst, _ in pairs] == [False, False, False, True]
-    held.gate.set()
-    transfers[-1].wait(30)
-    assert all(transfer.ready for transfer in transfers) and all(dst.all() for dst, _ in pairs)
-    ends = [transfer.span()[1] for transfer in transfers]
-    assert ends == sorted(ends)
-
-
-# 3. In which time ------------------------------------------------------------------------------
-
-
-def test_back_to_back_transfers_take_the_sum_of_latency_and_bytes_over_bandwidth():
+def test_back_to_back_transfers_take_the_sum_of_latency_and_bytes_over_bandwidth_and_another_lane_waits_for_none():
     link, sizes = make(HOURS), (400, 10_000, 0, 7000)
     transfers = [link.copy(*numbered(size), str(size)) for size in sizes]
+    make(lane="save").copy(*numbered(8), "another lane").wait(30)
     with pytest.raises(TransferError, match="400 is late"):
         transfers[0].wait(0.01)
     assert not transfers[0].ready and transfers[0].queue_wait() is False, "the host must wait for it"
     link.close()  # in the model they arrive in hours, here now
+    transfers[-1].wait(30)
+    assert all(transfer.ready for transfer in transfers)
     spans = [transfer.span() for transfer in transfers]
     for (start, end), size in zip(spans, sizes):
         assert end - start == pytest.approx(LATENCY + (size > 0) * PIECE + size / HOURS, abs=1e-7)
@@ -158,7 +131,7 @@ def test_no_model_is_faster_than_the_copy_itself():
     assert transfer.bytes / (end - start) < 1e12, "memory is slower than that"
 
 
-# 4. What fails ---------------------------------------------------------------------------------
+# 3. What fails ---------------------------------------------------------------------------------
 
 WRONG = {
     "would be broadcast": (torch.zeros(4, 4), torch.zeros(4)),
@@ -197,7 +170,7 @@ def test_whoever_sleeps_is_woken_when_a_transfer_is_over_well_or_not():
         assert seen.get(timeout=30)
 
 
-# 5. How fast it says it is ---------------------------------------------------------------------
+# 4. How fast it says it is ---------------------------------------------------------------------
 
 
 def test_only_whole_transfers_of_64_kib_and_more_say_something_about_the_speed_until_it_is_measured():
@@ -213,18 +186,19 @@ def test_only_whole_transfers_of_64_kib_and_more_say_something_about_the_speed_u
     assert link.speed() == 1e9
 
 
-def test_seconds_count_what_is_queued():
-    held = Held()
-    assert held.link.seconds(500) == LATENCY + 500 / FAST
+def test_seconds_count_what_is_queued_and_not_called_off():
+    link = make(HOURS)
+    assert link.seconds(500) == LATENCY + 500 / HOURS
     for size in (10, 200, 3000):
-        last = held.link.copy(*numbered(size), "queued")
-    assert held.link.seconds(500) == LATENCY + 3710 / FAST
-    held.gate.set()
+        last = link.copy(*numbered(size), "queued")
+    link.copy(*numbered(9000), "nobody needs it").cancel()
+    assert link.seconds(500) == LATENCY + 3710 / HOURS
+    link.close()
     last.wait(30)
-    assert held.link.seconds(500) == LATENCY + 500 / FAST
+    assert link.seconds(500) == LATENCY + 500 / HOURS
 
 
-# 6. How fast the model is ----------------------------------------------------------------------
+# 5. How fast the model is ----------------------------------------------------------------------
 
 
 def test_restoring_and_transfer_have_the_ratio_that_llama_2_7b_has_on_an_a100_and_what_is_printed_says_so(monkeypatch):
@@ -253,7 +227,7 @@ def test_the_speed_is_measured_unless_one_is_asked_for_and_one_that_cannot_be_is
         assert "--link" in capsys.readouterr().err
 
 
-# 7. Memory on the host -------------------------------------------------------------------------
+# 6. Memory on the host -------------------------------------------------------------------------
 
 
 def test_without_a_gpu_host_memory_is_ordinary_memory_as_it_is_where_it_cannot_be_pinned(capsys):
@@ -292,7 +266,7 @@ def test_pages_are_in_as_many_pieces_as_the_lesson_says(layout, order):
     assert f"| `{layout}` | {page} | {adjacent} | {written} |" in (ROOT / "docs/lessons/07_tiered_storage.md").read_text()
 
 
-# 8. The end of a lane --------------------------------------------------------------------------
+# 7. The end of a lane --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["garbage", "closed"])

@@ -25,13 +25,11 @@ from shell.linear import FastLinear, speed_up
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=64)
 FOLDERS = {
-    "mha": dict(num_key_value_heads=4),
     "gqa": dict(num_key_value_heads=2),
     "one KV head": dict(num_key_value_heads=1),
     "qwen2": dict(family="qwen2"),
     "qwen3": dict(family="qwen3", head_dim=24),
     "smollm3": dict(family="smollm3", no_rope_layer_interval=2),
-    "odd head_dim": dict(head_dim=24),
 }
 
 
@@ -68,10 +66,6 @@ def random_prompt(length: int, vocabulary: int = TINY["vocab_size"]) -> list[int
     return torch.randint(5, vocabulary, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
-def prompt_for(pair: Pair, length: int) -> list[int]:
-    return random_prompt(length, pair.ours.config.vocab_size)
-
-
 def logits_of(model, tokens: list[int], chunk: int):
     """Logits [T/chunk, V] after every chunk of the tokens."""
     cache, starts = baseline.KVCache(model, len(tokens)), range(0, len(tokens), chunk)
@@ -106,7 +100,7 @@ def reference_tokens(model, prompt: list[int], count: int) -> list[int]:
 def test_logits_at_every_position_equal_those_of_transformers(pair):
     """Token by token. In float32 a trained model's logits are more than 1e-4 away from the exact ones, in
     `transformers` too: ours must be as near as its prefill and its decode, up to twice the distance."""
-    tokens = prompt_for(pair, 80)
+    tokens = random_prompt(80, pair.ours.config.vocab_size)
     exact = reference_logits(copy.deepcopy(pair.theirs).double(), tokens)
     theirs = reference_decode(pair.theirs, tokens), reference_logits(pair.theirs, tokens)
     ours, *theirs = ((logits - exact).abs().max() for logits in (logits_of(pair.ours, tokens, 1), *theirs))
@@ -114,7 +108,7 @@ def test_logits_at_every_position_equal_those_of_transformers(pair):
 
 
 def test_64_greedy_tokens_equal_those_of_transformers(pair):
-    prompt = prompt_for(pair, 20)
+    prompt = random_prompt(20, pair.ours.config.vocab_size)
     expected = reference_tokens(pair.theirs, prompt, 64)
     assert answer(pair.ours, prompt, 64).new == expected
     assert len(set(expected)) > 4, "a loop of few tokens would prove little"
@@ -123,7 +117,7 @@ def test_64_greedy_tokens_equal_those_of_transformers(pair):
 @pytest.mark.parametrize("kind", ["gqa", "classroom"])
 def test_bfloat16_stays_near_transformers(kind, tmp_path_factory):
     pair = make_pair(folder_for(kind, tmp_path_factory), "bfloat16")
-    tokens = prompt_for(pair, 100)
+    tokens = random_prompt(100, pair.ours.config.vocab_size)
     ours, theirs = logits_of(pair.ours, tokens, 1).float(), reference_logits(pair.theirs, tokens).float()
     exact = reference_logits(reference_model(pair.name, torch.float32), tokens)
     assert (ours - theirs).abs().max() <= 3 * (theirs - exact).abs().max()

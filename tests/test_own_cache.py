@@ -23,23 +23,17 @@ WRONG = {  # what is changed in examples/my_cache.py, and the rule that is broke
 }  # fmt: skip
 
 
-def judged(folder, source: str) -> tuple[int, str]:
-    (folder / "judged_cache.py").write_text(source)
-    words = ["-m", "pytest", "tests/test_cache_contract.py", "--cache", "judged_cache:MyCache"]
-    words += ["-x", "-q", "-k", "what_a_copy_uses"]  # which watches each copy
-    done = forked.run(folder, *words, path=folder, PYTEST_XDIST_WORKER="")
-    return done.returncode, done.stdout
-
-
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_mistake_is_caught(mistake, tmp_path):
     source, (changes, rule) = (ROOT / "examples/my_cache.py").read_text(), WRONG[mistake]
     for right, wrong in changes:
         assert source.count(right) == 1
         source = source.replace(right, wrong)
-    code, said = judged(tmp_path, source)
-    assert code == 1, f"{mistake}: nobody noticed"
-    assert f"AssertionError: {rule}" in said, said[-3000:]
+    (tmp_path / "judged_cache.py").write_text(source)
+    words = "-m pytest tests/test_cache_contract.py --cache judged_cache:MyCache -x -q -k what_a_copy_uses"  # which watches each copy
+    done = forked.run(tmp_path, *words.split(), path=tmp_path, PYTEST_XDIST_WORKER="")
+    assert done.returncode == 1, f"{mistake}: nobody noticed"
+    assert f"AssertionError: {rule}" in done.stdout, done.stdout[-3000:]
 
 
 class Shelf(dict):

@@ -13,7 +13,7 @@ from common.cache import Match
 from common.estimates import PATIENCE
 from common.link import LAST, Speed
 from common.machine import flops, measure
-from common.requests import HungUp, Request
+from common.requests import Request
 from shell.modelled_link import Bandwidth, LikeA100
 
 
@@ -185,22 +185,4 @@ def test_what_was_slow_is_loaded_again_within_ten_asks(name, belief):
     check_pools(engine)
     read_ahead = (name, belief) == ("tiered", "reading")  # may have come before it could be refused
     assert tiers[-1] and (read_ahead or not tiers[0]), "refused at first"
-    engine.close()
-
-
-@pytest.mark.parametrize("name", ["host", "hidden", "planned", "tiered"])
-def test_copies_that_nobody_waits_for_any_more_are_in_no_estimate(name):
-    engine, prompt = make(name), draw(random.Random(1), 450)
-    ask_and_evict(engine, prompt, 1)
-    link = engine.behind.cache.load_link
-    link.bandwidth = Bandwidth(1e5)  # a copy takes a second
-    engine.submit(request := Request(prompt, 1))
-    engine.take_arrivals()
-    engine.admit(request)
-    engine.behind.begin(request)
-    every = link.settle()
-    engine.finish(request, HungUp("gone"))
-    assert link.settle() <= every / 2 > 0, "the one that has begun"
-    link.close()
-    check_pools(engine)
     engine.close()

@@ -83,7 +83,7 @@ def generated(ranks, arguments):
     oracle = engines.Oracle
     engines.Oracle = lambda model=None: oracle(whole)
     asked = arguments.keep, arguments.requests, arguments.seed
-    counts = traffic.run(*asked, tell=lambda line: print(line, flush=True), make=make, rank=ranks.rank)
+    counts = traffic.run(*asked, make=make, rank=ranks.rank)
     engines.Oracle = oracle
     assert not counts["wrong"] and not counts["failed"], counts
     assert counts["restored"] > 0 or arguments.keep == "nothing", counts

@@ -33,8 +33,7 @@ def prompts_of(rng: random.Random, longest: int, documents: int = 4) -> list[lis
 
 
 def run(
-    cache, requests: int, seed: int, share=0.05, tell=lambda line: None, make=engines.make, rank=0, until_wrong=False,
-    longest=300, answer=24,
+    cache, requests: int, seed: int, share=0.05, make=engines.make, rank=0, until_wrong=False, longest=300, answer=24,
 ):  # fmt: skip
     """Ask `requests` prompts of engines with this Cache -> what happened. On another `rank` the same
     happens, and other copies fail. `until_wrong`: no more engines behind one that was wrong. `longest`, `answer`: tokens
@@ -56,12 +55,9 @@ def run(
         engines.check_pools(engine)
         if engine.model.device.type == "cpu":
             counts["wrong"] += len(engines.wrong_rows(engine))
-        counts["failed_steps"] += getattr(engine.runner, "failed", 0)
         for name in ("preemptions", "declined", "failed_restorations", "restored_tokens", "steps"):
             counts[name] += engine.counts[name]
         engine.close()
-        if number % 20 == 0:
-            tell(" ".join(f"{name} {count}" for name, count in counts.items()))
     return counts
 
 
@@ -101,11 +97,11 @@ def burst(engine, rng: random.Random, prompts: list, oracle: engines.Oracle, cou
 
 def on_gpu(cache, blocks: int, size: int, **options):
     """engines.make, with the model on a GPU."""
+    model = engines.tiny_model(0, 2, "cuda")
     if cache in engines.RUNNERS:
         model = engines.tiny_model(0, 4, "cuda", on_host=True)
-        options["runner"], cache = engines.hybrid_runner(blocks, size, model=model), None
-        return engines.make(cache, blocks, size, model, **options)
-    return engines.make(cache, blocks, size, engines.tiny_model(0, 2, "cuda"), **options)
+        cache, options["runner"] = None, engines.hybrid_runner(blocks, size, model=model)
+    return engines.make(cache, blocks, size, model, **options)
 
 
 def main():
@@ -118,15 +114,14 @@ def main():
     torch.set_num_threads(1)
     began, far = time.perf_counter(), engines.Oracle().depends_on_far_context()
     print(f"another early token changes {far:.0%} of the answers", flush=True)
-    tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     share = 0.002 if arguments.cache in engines.RUNNERS else 0.05  # a step fails with any of its copies
     if arguments.emulated:
         machine.PAUSE = machine.OPERATIONS = 0.0
         short = dict(longest=100, answer=7, make=on_gpu)
         with streams.emulate(arguments.emulated, arguments.seed), unordered.measured_before():
-            counts = run(arguments.cache, arguments.requests, arguments.seed, share, tell=tell, **short)
+            counts = run(arguments.cache, arguments.requests, arguments.seed, share, **short)
     else:
-        counts = run(arguments.cache, arguments.requests, arguments.seed, share, tell=tell)
+        counts = run(arguments.cache, arguments.requests, arguments.seed, share)
     print(f"{arguments.cache}, seed {arguments.seed}, {time.perf_counter() - began:.0f} s: "
           + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))  # fmt: skip
     restored, preempted = (counts[name] / counts["requests"] for name in ("restored", "preemptions"))
