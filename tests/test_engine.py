@@ -34,14 +34,10 @@ class RowCache(Cache):
             self.known.append((tokens, rows.clone()))  # [L, 2, T, KVH, hd]
 
     def match(self, request):
-        best = None
-        for tokens, rows in self.known:
-            same = len(os.path.commonprefix([tokens, request.tokens[:-1]]))
-            if same > request.computed and (best is None or same > best[0]):
-                best = same, rows
-        if best:
-            tokens = best[0] - request.computed
-            return Match(tokens, self.seconds, [best[1]], {"rows": tokens}, rows=tokens * self.computes)
+        shared = [(len(os.path.commonprefix([tokens, request.tokens[:-1]])), rows) for tokens, rows in self.known]
+        same, rows = max(shared, key=lambda each: each[0], default=(0, None))
+        if (tokens := same - request.computed) > 0:
+            return Match(tokens, self.seconds, [rows], {"rows": tokens}, rows=tokens * self.computes)
 
     def waits(self, request):
         waits = self.later > 0 and self.match(request) is not None

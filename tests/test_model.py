@@ -296,13 +296,11 @@ PUBLISHED = {
     "SmolLM3": SMOLLM3, "SmolLM3, with biases": SMOLLM3 | dict(attention_bias=True, mlp_bias=True),
     "SmolLM3, by default": dict(model_type="smollm3", num_hidden_layers=4, max_position_embeddings=512, pad_token_id=None, tie_word_embeddings=True),
     "Llama 3.1, saved by 5": LLAMA_3 | NEW | dict(rope_parameters=dict(LLAMA3, rope_theta=5e5), rope_theta=None),
-    "old linear, newer name": dict(rope_theta=5e5, rope_scaling=dict(rope_type="linear", factor=4)),
     "new linear": dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=5e5)),
     "new llama3, theta outside": dict(rope_theta=5e5, rope_parameters=LLAMA3),
     "theta in both places": dict(rope_theta=3e4, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
     "llama3 without its original context": dict(rope_theta=5e5, rope_scaling={name: LLAMA3[name] for name in list(LLAMA3)[:4]}),
     "llama3, original context outside": dict(rope_theta=5e5, rope_scaling=LLAMA3, original_max_position_embeddings=128),
-    "Mistral, saved by 5": MISTRAL | NEW | dict(sliding_window=None, rope_parameters=dict(rope_theta=1e4, rope_type="default")),
 }
 SLIDING = {"Mistral 0.1": 4096, "Mistral without the key": 4096} | dict.fromkeys(
     ["Zephyr", "Qwen2, some layers slide", "llama of a Qwen"], 64)

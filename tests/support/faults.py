@@ -27,7 +27,7 @@ class Faults:
         self.rng, self.failing, self.late, self.noisy = rng, failing, late, noisy
         self.delay, self.lanes = delay, lanes
         self.broken = dict.fromkeys(lanes, 0)  # how many more copies of the lane write noise
-        self.failed = self.delayed = self.noise = 0
+        self.failed = self.delayed = 0
         self.pending: list[threading.Timer] = []
         self.due = threading.Event()
         self.copies: list[tuple[Transfer, list, list]] = []  # each with what it writes and reads
@@ -48,7 +48,6 @@ class Faults:
             return None
         if self.broken[link.name]:
             self.broken[link.name] -= 1
-            self.noise += 1
             return self.later(link, dst, None, label)
         draw = self.rng.random()
         if draw < self.failing:

@@ -14,9 +14,8 @@ from collections import Counter
 
 import torch
 
-from common import machine
 from common.requests import HungUp, Request, Unavailable
-from tests.support import engines, streams, unordered
+from tests.support import engines
 from tests.support.faults import faulty
 
 SALTS = ["", "", "", "b"]
@@ -109,19 +108,12 @@ def main():
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", choices=[*engines.CACHES, *engines.RUNNERS], default="host")
-    parser.add_argument("--emulated", choices=streams.SCHEDULES, help="on an emulated GPU, in this order")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     began, far = time.perf_counter(), engines.Oracle().depends_on_far_context()
     print(f"another early token changes {far:.0%} of the answers", flush=True)
     share = 0.002 if arguments.cache in engines.RUNNERS else 0.05  # a step fails with any of its copies
-    if arguments.emulated:
-        machine.PAUSE = machine.OPERATIONS = 0.0
-        short = dict(longest=100, answer=7, make=on_gpu)
-        with streams.emulate(arguments.emulated, arguments.seed), unordered.measured_before():
-            counts = run(arguments.cache, arguments.requests, arguments.seed, share, **short)
-    else:
-        counts = run(arguments.cache, arguments.requests, arguments.seed, share)
+    counts = run(arguments.cache, arguments.requests, arguments.seed, share)
     print(f"{arguments.cache}, seed {arguments.seed}, {time.perf_counter() - began:.0f} s: "
           + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))  # fmt: skip
     restored, preempted = (counts[name] / counts["requests"] for name in ("restored", "preemptions"))

@@ -141,16 +141,10 @@ def kernels(rounds: int = 4) -> str:
 
 def temporary(rounds: int = 5) -> str:
     """Copy out tensors that are forgotten at once -> a letter for each."""
-    lane, hosts = torch.cuda.Stream(), [torch.empty(256, pin_memory=True) for _ in range(rounds)]
+    link, hosts = cuda_link.Link("save", Clock("cuda")), [torch.empty(256, pin_memory=True) for _ in range(rounds)]
     for number, host in enumerate(hosts):
-        made = torch.full((256,), float(number), device="cuda")
-        lane.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(lane):
-            torch.cuda._sleep(10_000_000)
-            host.copy_(made, non_blocking=True)
-        made.record_stream(lane)
-        del made  # the next one may get its memory
-        torch.full((256,), -1.0, device="cuda")
+        link.copy(host, torch.full((256,), float(number), device="cuda"), "out")
+        torch.full((256,), -1.0, device="cuda")  # may get the memory of the one before
     torch.cuda.synchronize()
     return "".join("." if host.eq(number).all() else "x" for number, host in enumerate(hosts))
 
