@@ -6,6 +6,7 @@ import math
 import random
 from collections import namedtuple
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -45,21 +46,17 @@ def reorders(dtype: torch.dtype) -> bool:
 Pair = namedtuple("Pair", "ours, theirs, name")  # the model, that of transformers, and for --model
 
 
-def make_pair(name: str, dtype: str = "float32") -> Pair:
+def make_pair(kind: str, folder: Path, dtype: str = "float32") -> Pair:
+    """`folder`: to write a model of FOLDERS to."""
+    name = str(write_model(folder, **FOLDERS[kind])) if kind in FOLDERS else kind
     reference = reference_model(name, checkpoint.DTYPES[dtype])
     reference.generation_config.eos_token_id = None  # so that 64 tokens are 64 tokens
     return Pair(load(name, dtype).model, reference, name)
 
 
-def folder_for(kind: str, tmp_path_factory) -> str:
-    if kind == "classroom" or kind.startswith("random:"):
-        return kind
-    return str(write_model(tmp_path_factory.mktemp("parity") / "model", **FOLDERS[kind]))
-
-
 @pytest.fixture(scope="module", params=[*FOLDERS, "random:tiny", "classroom"])
 def pair(request, tmp_path_factory) -> Pair:
-    return make_pair(folder_for(request.param, tmp_path_factory))
+    return make_pair(request.param, tmp_path_factory.mktemp("parity"))
 
 
 def random_prompt(length: int, vocabulary: int = TINY["vocab_size"]) -> list[int]:
@@ -115,8 +112,8 @@ def test_64_greedy_tokens_equal_those_of_transformers(pair):
 
 
 @pytest.mark.parametrize("kind", ["gqa", "classroom"])
-def test_bfloat16_stays_near_transformers(kind, tmp_path_factory):
-    pair = make_pair(folder_for(kind, tmp_path_factory), "bfloat16")
+def test_bfloat16_stays_near_transformers(kind, tmp_path):
+    pair = make_pair(kind, tmp_path, "bfloat16")
     tokens = random_prompt(100, pair.ours.config.vocab_size)
     ours, theirs = logits_of(pair.ours, tokens, 1).float(), reference_logits(pair.theirs, tokens).float()
     exact = reference_logits(reference_model(pair.name, torch.float32), tokens)
@@ -234,7 +231,7 @@ def test_project_kv_rebuilds_the_cache_bit_by_bit(kind, dtype, tmp_path):
 @pytest.mark.parametrize("cache", ["host", "hidden", "planned", 89, 90])  # 08, with so many blocks
 @pytest.mark.parametrize("kind", ["qwen3", "smollm3"])
 def test_what_comes_back_gives_the_tokens_of_transformers(kind, cache, tmp_path):
-    pair = make_pair(str(write_model(tmp_path / "model", **FOLDERS[kind])))
+    pair = make_pair(kind, tmp_path)
     if isinstance(cache, int):
         engine = make(None, runner=hybrid_runner(cache, model=hybrid.load(pair.name, device="cpu")[0]))
     else:

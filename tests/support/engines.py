@@ -138,10 +138,7 @@ def ask(engine, prompt: list[int], new: int = 6, **options) -> Request:
 
 def answer(model, prompt: list[int], new: int, chunk: int = baseline.PREFILL, **sampling) -> Request:
     """Chapter 01's loop."""
-    request = Request(prompt, new, **sampling)
-    for _ in baseline.generate(model, request, chunk):
-        pass
-    return request
+    return baseline.Engine(model, chunk=chunk).generate([Request(prompt, new, **sampling)])[0]
 
 
 def believe_slow(link):

@@ -110,17 +110,13 @@ def main():
     parser.add_argument("--cache", choices=[*engines.CACHES, *engines.RUNNERS], default="host")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    began, far = time.perf_counter(), engines.Oracle().depends_on_far_context()
-    print(f"another early token changes {far:.0%} of the answers", flush=True)
+    began = time.perf_counter()
     share = 0.002 if arguments.cache in engines.RUNNERS else 0.05  # a step fails with any of its copies
     counts = run(arguments.cache, arguments.requests, arguments.seed, share)
     print(f"{arguments.cache}, seed {arguments.seed}, {time.perf_counter() - began:.0f} s: "
           + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))  # fmt: skip
-    restored, preempted = (counts[name] / counts["requests"] for name in ("restored", "preemptions"))
-    print(f"restored {restored:.1%}, preempted {preempted:.1%}")
-    return bool(
-        far < 0.9 or counts["wrong"] or counts["failed"] or 50 * counts["given_up"] > counts["requests"] or counts["tie"] > counts["tokens"] / 100_000
-    )
+    given_up, ties = counts["given_up"] / counts["requests"], counts["tie"] / counts["tokens"]
+    return bool(counts["wrong"] or counts["failed"] or given_up > 0.02 or ties > 1e-5)
 
 
 if __name__ == "__main__":
