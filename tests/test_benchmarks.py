@@ -195,7 +195,7 @@ def test_a_row_whose_storage_was_not_as_slow_as_it_says_says_nothing(measured, c
 
 def test_a_hit_in_host_memory_is_found_whole_also_after_a_slow_link(wider, monkeypatch):
     """A link 50 times slower is declined, and then nobody believes any more that it is slow."""
-    monkeypatch.setattr(tiered.modelled_link, "bandwidth", lambda model: Bandwidth(1e7))
+    monkeypatch.setattr(tiered.hardware, "bandwidth", lambda model: Bandwidth(1e7))
     monkeypatch.setattr(estimates.Estimates, "seconds_to_compute", lambda own, start, end: 2e-3 * (end - start))
     rows = tiered.admission(wider, argparse.Namespace(rounds=3), histories=(128,))
     found = {row["way"]: row["found"] for row in rows}
