@@ -160,7 +160,8 @@ def test_requests_that_are_cancelled_leave_nothing_and_others_need_them_not(cach
                 engine.step()
         for request in asked[:3]:
             engine.cancel(request, HungUp("gone"))
-        engine.generate([last := Request(prompt, 4)])
+        engines.submit(engine, last := Request(prompt, 4))
+        engines.until_over(engine, *asked[3:], last)
     settle(engine)
     assert all(isinstance(request.outcome, HungUp) for request in asked[:3]), "cancelled is over"
     assert_equal(*asked[3:], last)

@@ -155,9 +155,11 @@ def submit(engine, *requests: Request, steps: int = 0):
         engine.step()
 
 
-def until_over(engine, *requests: Request):
-    """Step until all of these have an outcome."""
+def until_over(engine, *requests: Request, seconds: float = 300.0):
+    """Step until all of these have an outcome. Fails if that takes too long: nothing will ever end them."""
+    until = time.perf_counter() + seconds
     while any(request.outcome is None for request in requests):
+        assert time.perf_counter() < until, "a request is never over"
         engine.step()
 
 
