@@ -160,7 +160,7 @@ def test_reading_counts_once(share, source):
 def test_a_plan_that_has_files_is_taken_at_the_next_start_unless_another_is_named(monkeypatch, tmp_path):
     costs = Costs(9.0, 1.0, 1.0, 2.0, 0.0)
     monkeypatch.setattr(planned.PlannedCache, "costs", lambda cache, *span: costs)
-    for plan, letters, found in ("best", "RHH", {}), ("best", "RHH", {"disk": 144}), ("KKK", "KKK", {}):
+    for plan, letters, found in ("best", "RHH", {}), ("best", "RHH", {"disk": 144}), ("RRH", "RRH", {}):
         engine, cache = engine_for(plan, chunk_files(tmp_path))
         request = ask(engine, PROMPT + [3])
         assert cache.letters == letters and request.found == found and ORACLE.judge(request) == "equal"
