@@ -295,7 +295,7 @@ def test_blocks_go_round_the_directories_and_each_is_read_on_its_own(tmp_path, m
     assert all(written), "one that hangs leaves its turns to the others"
     monkeypatch.undo()
     monkeypatch.setattr("common.store.BACKLOG", 0)
-    assert not engine.behind.cache.storage.write(bytes(31) + b"9", [numpy.zeros(8, "u1")]), "too many wait"
+    assert not engine.behind.cache.storage.write(bytes([9]) * 32, [numpy.zeros(8, "u1")]), "too many wait"
 
 
 def test_storage_that_hangs_costs_what_it_would_have_kept_and_no_more(monkeypatch):
