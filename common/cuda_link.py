@@ -12,7 +12,6 @@ import torch
 
 from common.link import (
     INTEGERS,
-    MEASURED_FROM,
     Lane,
     Places,
     Transfer,
@@ -49,7 +48,7 @@ class CudaTransfer(Transfer):
 class Link(Lane):
     """One direction of a GPU's link."""
 
-    measured_from = MEASURED_FROM
+    measured_from = 1 << 16     # bytes
     modelled, hangs = False, False
 
     def __init__(self, name: str, clock):

@@ -28,7 +28,6 @@ import torch
 
 LAST = 8            # samples that say how fast something is
 HANGING = 1.0       # seconds after which a job hangs: its lane is given nothing that somebody waits for
-MEASURED_FROM = 1 << 16     # bytes: a link's smaller transfers do not say how fast it is
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}     # by their bytes
 
 # 1. Transfers -----------------------------------------------------------------------------------------------

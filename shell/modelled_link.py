@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from common.link import MEASURED_FROM, Transfer, Worker, as_lists, move, shown
+from common.link import Transfer, Worker, as_lists, move, shown
 from common.machine import machine_of
 from shell import cli
 
@@ -23,7 +23,7 @@ PIECE = 1e-6        # of each of its pieces; batched, 4 to 8 KiB take 0.6 to 1.6
 class ModelledLink(Worker):
     """One direction of a link, with the verbs of `Link`."""
 
-    measured_from, modelled, latency = MEASURED_FROM, True, LATENCY
+    measured_from, modelled, latency = 1 << 16, True, LATENCY
     backend = None              # there is one way to copy
 
     def __init__(self, name: str, clock, bandwidth, wake=lambda: None, background=False):
