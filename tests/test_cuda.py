@@ -281,7 +281,8 @@ def test_what_left_comes_back_and_nothing_between_the_first_layer_and_the_logits
     request = ask(engine, prompt + [5], 3)
     assert not isinstance(request.outcome, Exception) and not seen
     assert cache == "8 bits" or oracle[cache].judge(request) != "wrong"
-    assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(before, contents(request), strict=True))
+    error = 1e-5 if cache in ("hidden", "planned", "both") else 0.0  # what was copied is bit-equal
+    assert all(torch.allclose(*pair, rtol=0.0, atol=error) for pair in zip(before, contents(request), strict=True))
     assert cache not in FOUND or sum(request.found.values()) >= 64
     assert {span.lane for span in request.timeline.spans} >= {"compute"}
     check_pools(engine)
