@@ -54,8 +54,7 @@ def document_for(engine, frontend: Frontend, rng, tokens: int, said: list[str], 
     size = engine.pool.block_size
     rooms = {name: pool.size * pool.block_size // size for name, pool in engine.pools.items()}
     check_room(rooms, -(-rest // size), size)
-    room = size * min(rooms.values())
-    return document(frontend, rng, min(tokens, room - rest), said[0])
+    return document(frontend, rng, min(tokens, size * min(rooms.values()) - rest), said[0])
 
 
 def described(link) -> dict:
