@@ -40,7 +40,7 @@ def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
     """At least `tokens` tokens of facts; of passwords it says only `secret`."""
     text = f"Read this: {secret}".rstrip()
     while len(frontend.tokenizer.encode(text)) < tokens:
-        fact = texts.draw_fact(rng)
+        fact = texts.draw_fact(rng, texts.Level())
         if not secret or fact.kind != "password":
             text += " " + fact.statement
     return text
@@ -75,7 +75,7 @@ def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:
     """Messages of at least `tokens` tokens: facts are told, and asked for. The last is a question."""
     told, messages = {}, []
     while True:
-        drawn = texts.draw_fact(rng)
+        drawn = texts.draw_fact(rng, texts.Level())
         fact = told.setdefault(drawn.question, drawn)   # no question has two answers
         asked = rng.choice(list(told.values()))
         said = ("user", fact.statement), ("assistant", "I will remember that."), ("user", asked.question)

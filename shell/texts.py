@@ -21,36 +21,57 @@ class Fact:
         return self.statement.replace("My ", "Your ")
 
 
-def value_of(what: str, thing: str, value: str) -> Fact:
-    return Fact(what, f"The {what} of the {thing} is {value}.", f"What is the {what} of the {thing}?")
+@dataclass(frozen=True)
+class Level:
+    """How hard a conversation is. `document`: most facts in one document. The rest are shares."""
+    document: int = 8
+    two_word: float = 0.0          # keys of two words: "the red box"
+    digits: float = 0.0            # values of digits: "The code of the gate is 4 8 2 1."
+    invented: float = 0.0          # names that no list holds
+    corrections: float = 0.0
 
 
-def draw_fact(rng: random.Random, choose=random.Random.choice) -> Fact:
-    """Draw a fact of any kind. Another one with its question may have been drawn before.
+def draw_name(rng: random.Random, level: Level, names: list[str]) -> str:
+    """-> one of these, or an invented one."""
+    if rng.random() >= level.invented:
+        return rng.choice(names)
+    syllables = [rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))]
+    return ("".join(syllables) + rng.choice(["", "n", "r", "s", "x"])).capitalize()
 
-    choose(rng, words) -> one of the words, or another one in their place."""
-    thing = choose(rng, OBJECTS)
+
+def value_of(what: str, thing: str, value: str, kind: str) -> Fact:
+    return Fact(kind, f"The {what} of the {thing} is {value}.", f"What is the {what} of the {thing}?")
+
+
+def draw_fact(rng: random.Random, level: Level) -> Fact:
+    """Draw a fact of any kind. Another one with its question may have been drawn before."""
+    thing = rng.choice(OBJECTS)
+    if rng.random() < level.two_word:
+        thing = f"{rng.choice(COLORS)} {thing}"
     pick = rng.random()
     if pick < 0.28:
         return Fact("place", f"The {thing} is in the {rng.choice(PLACES)}.", f"Where is the {thing}?")
     if pick < 0.36:
-        return value_of("color", thing.split()[-1], rng.choice(COLORS))
+        return value_of("color", thing.split()[-1], rng.choice(COLORS), "color")
     if pick < 0.62:
-        name = choose(rng, NAMES)
+        name = draw_name(rng, level, NAMES)
         return rng.choice((
             Fact("city", f"{name} lives in {rng.choice(CITIES)}.", f"Where does {name} live?"),
             Fact("job", f"{name} works as a {rng.choice(JOBS)}.", f"What is the job of {name}?"),
             Fact("taste", f"{name} likes {rng.choice(FOODS)}.", f"What does {name} like?")))
     if pick < 0.74:
-        return value_of("password", rng.choice(LOCKS), choose(rng, WORDS))
+        lock = rng.choice(LOCKS)
+        if rng.random() < level.digits:
+            return value_of("code", lock, f"{rng.randint(0, 9999):04d}", "digits")
+        return value_of("password", lock, rng.choice(WORDS), "password")
     if pick < 0.83:
         event = rng.choice(EVENTS)
         return Fact("day", f"The {event} is on {rng.choice(DAYS)}.", f"When is the {event}?")
     if pick < 0.92:
-        pet, name = rng.choice(PETS), choose(rng, PET_NAMES)
+        pet, name = rng.choice(PETS), draw_name(rng, level, PET_NAMES)
         return Fact("pet", f"My {pet} is called {name}.", f"What is my {pet} called?")
     if pick < 0.94:
-        return Fact("name", f"My name is {choose(rng, NAMES)}.", "What is my name?")
+        return Fact("name", f"My name is {draw_name(rng, level, NAMES)}.", "What is my name?")
     what = rng.choice(list(FAVORITES))
     value = rng.choice(FAVORITES[what])
     return Fact("favorite", f"My favorite {what} is {value}.", f"What is my favorite {what}?")

@@ -10,10 +10,11 @@ from support.engines import baseline
 
 from common.llama import Llama
 from models.classroom import train
-from models.classroom.text import Conversation, Level
+from models.classroom.text import Conversation
 from models.classroom.train import HARD, Rows, evaluate, train_tokenizer
 from shell import checkpoint
 from shell.config import read_config
+from shell.texts import Level
 
 FOLDER = ROOT / "models" / "classroom"
 

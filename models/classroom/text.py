@@ -1,10 +1,10 @@
 """The text that the classroom model learns from, generated from a seed: conversations in which the user tells facts and asks
 for them later, mixed with questions about the world and small talk. No key gets two values, except where it is corrected."""
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from shell.texts import COLORS, NAMES, OBJECTS, PET_NAMES, PLACES, WORDS, Fact, draw_fact
+from shell.texts import PLACES, Fact, Level, draw_fact
 
 
 def pairs(title: str) -> list[tuple[str, str]]:
@@ -17,33 +17,6 @@ CAPITALS, WORLD, SMALL_TALK = dict(pairs("capitals")), pairs("the world"), pairs
 SYSTEM_PROMPTS = ["You are a friendly assistant.", "You are a helpful assistant."]
 DOCUMENT_LEADS = ["Read this:", "Here is a document:", "Remember this:"]
 ACKNOWLEDGEMENT, READ = "I will remember that.", "I have read it."
-
-
-@dataclass(frozen=True)
-class Level:
-    """How hard a conversation is. `document`: most facts in one document. The rest are shares."""
-    document: int = 8
-    two_word: float = 0.0          # keys of two words: "the red box"
-    digits: float = 0.0            # values of digits: "The code of the gate is 4 8 2 1."
-    invented: float = 0.0          # names that no list holds
-    corrections: float = 0.0
-
-    def choose(self, rng: random.Random, words: list[str]) -> str:
-        """Choose one of these words, or a harder one."""
-        if words in (NAMES, PET_NAMES) and rng.random() < self.invented:
-            syllables = [rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))]
-            return ("".join(syllables) + rng.choice(["", "n", "r", "s", "x"])).capitalize()
-        if words is WORDS and rng.random() < self.digits:
-            return f"{rng.randint(0, 9999):04d}"
-        word = rng.choice(words)
-        return f"{rng.choice(COLORS)} {word}" if words is OBJECTS and rng.random() < self.two_word else word
-
-    def draw_fact(self, rng: random.Random) -> Fact:
-        fact = draw_fact(rng, self.choose)
-        if not any(map(str.isdigit, fact.statement)):
-            return fact
-        statement, question = (text.replace("password", "code") for text in (fact.statement, fact.question))
-        return replace(fact, kind="digits", statement=statement, question=question)
 
 
 @dataclass(frozen=True)
@@ -79,7 +52,7 @@ class Conversation:
 
     def new_fact(self) -> Fact | None:
         for _ in range(8):
-            fact = self.level.draw_fact(self.rng)
+            fact = draw_fact(self.rng, self.level)
             if fact.question not in self.facts:
                 self.facts[fact.question] = fact
                 self.unasked[fact.question] = None

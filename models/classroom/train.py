@@ -20,10 +20,11 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from common.llama import Llama, rotary_frequencies
-from models.classroom.text import Conversation, Level, general_question
+from models.classroom.text import Conversation, general_question
 from shell import checkpoint
 from shell.config import read_config
 from shell.random_models import CHAT_TEMPLATE, SPECIAL
+from shell.texts import Level
 
 CONTEXT = 2048
 REST_WEIGHT = 0.07
