@@ -65,13 +65,14 @@ class Direct(EachStep):
     def flush(self):
         noted, states = self.rows, self.step  # of one step, [T, D] a layer
         self.forget_steps()
-        pieces, kept, slots = self.store.fill(noted)
+        pieces = self.store.fill(noted)
+        kept, slots = ([row for piece in pieces for row in getattr(piece, name)] for name in ("rows", "slots"))
         runs = runs_of(kept, slots)
         slots_of = [part.flatten(0, 1) for part in self.store.parts]  # [slots, D] a layer
         transfers = [self.save_link.copy(slots_of[part][slot : slot + count], rows[at : at + count], "states")
                      for part, rows in enumerate(states) for at, slot, count in runs]  # fmt: skip
         if pieces:
-            given = [(self.store.pool, [block for _, block, _ in pieces])]
+            given = [(self.store.pool, [piece.block for piece in pieces])]
             self.hold("save", transfers, given=given, then=partial(self.on_saved, transfers[-1], pieces, 0))
         self.counts["copies_out"] += len(transfers)
         self.counts["bytes_out"] += sum(transfer.bytes for transfer in transfers)

@@ -25,7 +25,7 @@ WRONG = [  # chapter, what is in it, what a student writes instead, of what the 
     ("03", "        request.timeline.add(\"save\", transfer.label, *transfer.span())\n", "", "a save is in its request's timeline"),
     ("03", "        return fits\n", "        return fits == len(prefixes)\n", "says how many fit"),
     ("04", "while ahead and len(loading.landing) < DEPTH:", "while ahead and not loading.landing:", "and late"),
-    ("04", "slots, v)\n\n    def draw_spans", "slots, k)\n\n    def draw_spans", "what comes back is what was lost"),
+    ("04", "slots, v)\n\n    def draw_spans", "slots, k)\n\n    def draw_spans", "restored tokens are those that were computed"),
     ("04", "            given = [(self.store.pool, loading.blocks)]\n", "            given = []\n", "references are left"),
     ("04", "        finally:\n            links", "        except ValueError:\n            1\n        else:\n            links", "may be closed at any"),
     ("04", '            self.hold("load", list(loading.transfers.values()), given=given)\n', "            [pool.release(blocks) for "
