@@ -152,6 +152,8 @@ def test_a_pass_of_few_rows_that_waits_for_copies_leaves_a_core_to_them(monkeypa
         engine.runner.forward = lambda work, before, run=forward, used=used: (run(work, before), used.append(set_to[-1]))[0]
         assert ask(engine, prompt, 3).found and set_to[-1] == 4, "all of them again"
         assert (used[0] == 3) == less and used[1:] == [4, 4], "not where it projects, or decodes"
+        assert set_to[1::2] == len(used) * [4], "after each pass, for what is projected between two"
+        set_to.clear()
         monkeypatch.undo()
         settle(engine)
 
