@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import queue
+import random
 import re
 import resource
 import select
@@ -18,6 +19,7 @@ import threading
 import time
 from contextlib import closing, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -26,13 +28,15 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
 from common.requests import BadRequest, HungUp, Request, RequestError, Result, Unavailable
-from shell import check_signals, end, openai, to_json
+from shell import check_signals, end, lesson, openai, to_json
 from shell.frontend import PROMPT, SAMPLING, check_fields
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
 KNOWN = 26                         # conversations whose blocks the page tells apart: a letter each
 MOST = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)     # requests at a time; files need some
 SILENCE = 0.5                      # seconds between two looks of a waiting thread: closing? hung up?
+EXAMPLE = 1500                     # tokens of the page's example document
+TREE_ROWS = 60                     # nodes of chapter 07's tree that the page shows
 ENDINGS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 ENDING = 5.0                       # seconds from closing, after which the process ends
 SHUTTING = "The server is shutting down; ask again when it is back."
@@ -272,10 +276,20 @@ def look(server: Server, numbers: WeakKeyDictionary, last: dict) -> dict:
     if hasattr(cache, "tree"):                  # chapter 07, with or without a storage
         kept, pages = cache.storage, cache.pages_in_storage()
         storage = dict(name=kept and str(kept), silent=bool(kept and kept.silent), pages=len(pages),
+                       tree=list(islice(tree_rows(cache.tree.root, owner), TREE_ROWS)),
                        owners={at: owner[key] for at, key in enumerate(pages) if key in owner},
                        reading=len(cache.coming), writing=len(cache.writing))
     return dict(info=info, requests=requests, pools=pools, storage=storage, counters=engine.counters(),
                 finished=finished)
+
+
+def tree_rows(node, owner: dict, depth: int = 0):
+    """Yield a row for each node below this one: a parent, then its children. `owner`: see `owners`."""
+    for child in list(node.children.values()):
+        tiers = dict(device=child.device, host=child.places, storage=child.stored)
+        yield dict(depth=depth, pages=len(child.pages), owner=owner.get(child.pages[-1], -1),
+                   tiers=[name for name, present in tiers.items() if present])
+        yield from tree_rows(child, owner, depth + 1)
 
 
 def owners(requests: list[Request], numbers: WeakKeyDictionary, last: dict) -> dict:
@@ -318,6 +332,16 @@ def add_page(app: Flask, server: Server):
 
     app.add_url_rule("/", "page", partial(send_file, Path(__file__).with_name("page.html")))
     app.add_url_rule("/state", "state", partial(look, server, WeakKeyDictionary(), {}))
+
+    @app.get("/example")
+    def example():
+        """Return a document that fits in all memories, and questions about it."""
+        tokens = [pool.size * pool.block_size for pool in engine.pools.values()]
+        tokens = min(EXAMPLE, min([server.frontend.context, *tokens]) * 3 // 4)
+        document = lesson.document(server.frontend, random.Random(0), tokens, lesson.SECRET)
+        names = re.findall(r"(\w+) lives in", document) or ["Anna"]
+        where = f"Where does {min(names, key=names.count)} live?"       # a name that is told once
+        return dict(document=document, questions=[where, lesson.QUESTION])
 
     @app.get("/health")
     def health():
