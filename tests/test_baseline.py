@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 from conftest import TINY, load, write_model
-from support.engines import answer, baseline, submit, until_over
 
 from common.requests import HungUp, Request
+from tests.support.engines import answer, baseline, submit, until_over
 
 PROMPT = torch.randint(5, TINY["vocab_size"], (150,), generator=torch.Generator().manual_seed(0)).tolist()
 

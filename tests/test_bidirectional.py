@@ -8,13 +8,13 @@ import time
 import numpy
 import pytest
 import torch
-from support import engines
-from support.engines import ORACLE, ask, both_ends, check_pools, draw, evict, make, settle
 
 from common.link import Transfer, TransferError
 from common.requests import HungUp, Request
 from common.store import StoredChunks
 from shell.modelled_link import LATENCY, PIECE, Bandwidth
+from tests.support import engines
+from tests.support.engines import ORACLE, ask, both_ends, check_pools, draw, evict, make, settle
 
 CHUNK = both_ends.CHUNK
 PROMPT = draw(random.Random(0), 400)  # 6 chunks, 384 tokens, and 16 more

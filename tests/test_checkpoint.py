@@ -15,11 +15,11 @@ import pytest
 import torch
 from conftest import ROOT, write_model
 from safetensors.torch import load_file, save_file
-from support.engines import baseline
 
 from common.requests import Request
 from shell import checkpoint, limits
 from shell.checkpoint import reference_model
+from tests.support.engines import baseline
 
 
 def refusal(name, **options) -> str:

@@ -1,8 +1,9 @@
 """Each guard of the engine is taken away: then traffic gives wrong tokens, or leaves something behind."""
 
 import pytest
-from support import engines, races, traffic
-from support.mutants import GUARDS, without
+
+from tests.support import engines, races, traffic
+from tests.support.mutants import GUARDS, without
 
 HYBRID = {"nothing is used again before it is there": (
     engines.hybrid.HybridRunner, "forget", "transfer.wait()", "pass")}  # fmt: skip

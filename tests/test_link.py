@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from support.engines import tiers, tiny_model
 
 from common import link as links
 from common.link import Places, TransferError, Worker
 from common.timeline import Clock
 from shell import hardware
 from shell.modelled_link import LATENCY, PIECE, Bandwidth, LikeA100, ModelledLink
+from tests.support.engines import tiers, tiny_model
 from tests.support.unordered import pageable
 
 FAST = 1e12  # bytes/s: over at once

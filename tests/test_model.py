@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, load, write_model
-from support.engines import answer, ask_and_evict, baseline, draw, hybrid, hybrid_runner, make
 
 from common.llama import Linear, attention, causal_mask, rotary_frequencies
 from common.requests import Request
@@ -22,6 +21,7 @@ from shell import checkpoint, cli, limits
 from shell.checkpoint import reference_model
 from shell.config import ModelError, read_config
 from shell.linear import FastLinear, speed_up
+from tests.support.engines import answer, ask_and_evict, baseline, draw, hybrid, hybrid_runner, make
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=64)

@@ -5,14 +5,14 @@ import random
 from unittest import mock
 
 import pytest
-from support import engines
-from support.engines import ORACLE, ask, ask_and_evict, check_pools, chunk_files, draw, evict, planned, settle
-from support.serving import eventually
 
 from common.link import Transfer
 from common.machine import flops, machine_of
 from common.requests import BadRequest, Request
 from shell import cli, hardware
+from tests.support import engines
+from tests.support.engines import ORACLE, ask, ask_and_evict, chunk_files, draw, planned, settle
+from tests.support.serving import eventually
 
 Costs, best_plan, closed_form = planned.LayerCosts, planned.best_plan, planned.closed_form
 plan_seconds, bound_seconds = planned.plan_seconds, planned.bound_seconds
@@ -92,8 +92,8 @@ def test_every_plan_gives_the_same_tokens(plan, kv_heads):
         assert oracle.judge(request) == "equal"
         assert request.found.get("cpu", 0) == ((len(talk) - 6) // 4 * 4 if turn else 0), "all but what is new"
         talk = request.tokens + draw(random.Random(turn), 5)
-        evict(engine)
-    check_pools(engine)
+        engines.evict(engine)
+    engines.check_pools(engine)
 
 
 def test_a_plan_keeps_only_what_it_needs():
