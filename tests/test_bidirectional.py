@@ -439,11 +439,3 @@ def test_reads_are_charged_back_to_back_and_those_that_were_called_off_neither_c
     for (start, end), seconds in zip(spans, [each, each, 0, each]):
         assert end - start == pytest.approx(seconds, abs=1e-6)
     assert [start for start, _ in spans[1:]] == [end for _, end in spans[:-1]]
-
-
-def test_speeds_are_read_from_the_command_line_and_others_refused():
-    one, trace = map(both_ends.modelled_link.speed, ("0.1", "0.1:2:0.5@0.3"))
-    assert one.value == 1e8 and (trace.values, trace.seconds) == ((1e8, 2e9, 5e8), 0.3)
-    for words in "", "x", "0", "-1", "0.1:", ":0.1", "0.1:1@", "0.1:1@0", "nan", "inf":
-        with pytest.raises(Exception, match="is not a number"):
-            both_ends.modelled_link.speed(words)
