@@ -13,11 +13,6 @@ GUARDS = {
     "what a copy reads and writes is referenced": (
         cache.Cache, "hold", "        pool.share(blocks)\n",
         "        pass\n    [pool.release(blocks) for pool, blocks in given]\n    held = given = ()\n"),
-    "nothing is found before it has arrived": (
-        offload.HostCache, "save_blocks",
-        "self.saving.update(zip(prefixes, places))",
-        "self.saving.update(zip(prefixes, places)); [*map(self.host.register, places, prefixes)]",
-    ),
     "what has failed to arrive is not found": (offload.HostCache, "saved", "if arrived:", "if True:"),
     "a request whose copy failed gets other blocks": (
         restoring.Restorer, "give_up", "self.engine.requeue(request)", "self.end(request)"),
@@ -28,11 +23,6 @@ GUARDS = {
         paged.Batch, "read_padded", "slots.where(mask == 0, slots[:, :1])", "slots"),
     "layers are waited for in the pass": (
         restoring.Restorer, "before_layer", "self.advance(request, index + 1, wait=True)", "pass"),
-    "blocks that are found were filled": (
-        paged.Engine, "register",
-        "full = request.computed // self.pool.block_size",
-        "full = -(-request.computed // self.pool.block_size)",
-    ),
 }  # fmt: skip
 
 
