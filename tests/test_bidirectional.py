@@ -1,8 +1,6 @@
 """Chapter 06: where the two pointers meet, what is given up and called off, and what is kept."""
 
 import random
-import sys
-import threading
 import time
 
 import numpy
@@ -356,21 +354,6 @@ def test_modelled_storage_forgets_the_least_recently_used():
     assert [storage.has([key]) for key in (b"1", b"2", b"3", b"4")] == [True, False, True, True]
     with pytest.raises(KeyError):
         storage.read([b"2"], [value])
-
-
-def test_modelled_storage_has_a_value_while_another_thread_uses_it():
-    storage, value, keys = both_ends.ModelledStorage(1e9, 1e12), numpy.zeros(8, "u1"), [b"1", b"2"]
-    storage.write(keys, [value] * 2)
-    used = threading.Thread(target=lambda: [storage.look_up(keys) for _ in range(50_000)])
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        used.start()
-        while used.is_alive():
-            assert storage.has(keys)
-    finally:
-        sys.setswitchinterval(interval)
-        used.join()
 
 
 # 4. Eight bits ---------------------------------------------------------------------------------
