@@ -67,13 +67,6 @@ def test_requests_are_answered_in_their_order_and_one_at_a_time(model):
     assert not engine.busy and not any(request.found for request in asked)
 
 
-def test_the_answer_ends_with_an_end_token(model):
-    tokens = answer(model, PROMPT, 12).new
-    end = next(at for at in range(1, 12) if tokens[at] not in tokens[:at])
-    (request,) = baseline.Engine(model).generate([Request(PROMPT, 12, end_tokens=frozenset([tokens[end]]))])
-    assert request.new == tokens[: end + 1] and request.outcome.finish_reason == "stop"
-
-
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_who_hangs_up_in_line_or_under_way_frees_the_line(model, steps):
     engine = baseline.Engine(model)

@@ -89,18 +89,6 @@ def test_a_stream_without_usage_has_none_and_ends_with_done(client, served):
     assert all(event["choices"][0]["delta"].keys() == {"content"} for event in events[1:])
 
 
-def test_the_clients_own_helper_for_streams_puts_the_answer_together(client):
-    kinds = set()
-    # It takes no answer that was cut off
-    with client.chat.completions.stream(messages=HELLO, stop="lo", **GREEDY) as stream:
-        for event in stream:
-            kinds.add(event.type)
-        whole = stream.get_final_completion()
-    assert whole.choices[0].message.role == "assistant"
-    assert whole.choices[0].message.content.endswith("Hel") and whole.choices[0].finish_reason == "stop"
-    assert kinds >= {"chunk", "content.delta", "content.done"}
-
-
 # 2. What a request may say ----------------------------------------------------------------------------------
 
 def seen(served) -> object:
@@ -136,14 +124,6 @@ def test_without_max_tokens_a_chat_takes_what_is_left_and_a_completion_16_tokens
         assert used.total_tokens == room and client.completions.create(model="tiny", prompt="Hello").usage.completion_tokens == 16
         with pytest.raises(openai.BadRequestError, match=words):
             client.chat.completions.create(model="tiny", messages=[dict(role="user", content="a" * long)])
-
-
-def test_an_answer_goes_back_as_the_client_has_it(client, served):
-    message = client.chat.completions.create(messages=HELLO, **GREEDY).choices[0].message
-    fields = message.model_dump()                       # with all those that are null
-    assert None in fields.values()
-    client.chat.completions.create(messages=[*HELLO, fields, *HELLO], **GREEDY)
-    assert message.content in served.server.frontend.tokenizer.decode(seen(served).tokens)
 
 
 @pytest.mark.parametrize("name", ["tiny", "owner/name", "/a/folder"])

@@ -77,15 +77,6 @@ class Changing:
         return bool(self.engine.behind.decide(Request([0] * 193, 1), match)) and not match.trial
 
 
-def test_one_bad_sample_decides_nothing():
-    machine = Changing(loading=0.5)
-    machine.prefill(1.01)
-    machine.prefill(10.0)
-    machine.link.measured.note(machine.bytes, 0.5)
-    machine.link.measured.note(1.0, 10.0)
-    assert machine.loads()
-
-
 def test_a_prefill_that_is_faster_than_what_was_measured_at_a_busy_start_is_believed_at_once():
     machine = Changing(loading=1.5, computing=3.0)
     assert machine.loads()
