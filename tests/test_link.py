@@ -222,7 +222,7 @@ def test_the_speed_is_measured_unless_one_is_asked_for_and_one_that_cannot_be_is
     words = [], ["--link=2.5"], ["--link=0.1:2:0.5@0.3"]
     auto, asked, trace = (hardware.bandwidth(tiny_model(), parser.parse_args(each).link) for each in words)
     assert isinstance(auto, LikeA100) and 1e5 < auto.value < 1e14 and asked.value == 2.5e9
-    assert (trace.values, trace.seconds) == ([1e8, 2e9, 5e8], 0.3)
+    assert (trace.values, trace.seconds) == ((1e8, 2e9, 5e8), 0.3)
     for word in "0", "-1", "nan", "inf", "fast", "", "AUTO", "1e7", "1e-10", "1 GB/s", "0.1:", ":0.1", "0.1:1@", "0.1:1@0":
         with pytest.raises(SystemExit):
             parser.parse_args([f"--link={word}"])
