@@ -22,7 +22,7 @@ from common.restoring import Restorer
 from . import engines
 from .faults import faulty
 
-# name -> what its guard guarantees; what happens; where the guard is; and what is there instead without it
+# name -> (what the guard guarantees, what happens without it, class, method, the guard, its replacement)
 RACES = {
     "late-copy": (
         "a request whose copy failed gets other blocks",
