@@ -57,18 +57,15 @@ class Bandwidth:
     def __init__(self, *values: float, seconds: float = 0.1):
         self.values, self.seconds, self.began = values, seconds, time.perf_counter()
 
-    def slot(self, at: float) -> int:
-        return int((at - self.began) // self.seconds)
-
     @property
     def value(self) -> float:
         """The bandwidth of now."""
-        return self.values[self.slot(time.perf_counter()) % len(self.values)]
+        return self.values[int((time.perf_counter() - self.began) // self.seconds) % len(self.values)]
 
     def arrival(self, start: float, size: int, pieces: int = 0) -> float:
         """Return when so many bytes and pieces have arrived that were on their way from `start` on."""
         at = start + LATENCY + pieces * PIECE
-        slot = self.slot(at)
+        slot = int((at - self.began) // self.seconds)
         while True:
             rate, end = self.values[slot % len(self.values)], self.began + (slot + 1) * self.seconds
             if len(self.values) == 1 or size <= rate * (end - at):

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 from conftest import TINY, load, write_model
-from support.engines import answer, baseline, submit, until_over
 
 from common.requests import HungUp, Request
+from tests.support.engines import answer, baseline, submit, until_over
 
 PROMPT = torch.randint(5, TINY["vocab_size"], (150,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -65,13 +65,6 @@ def test_requests_are_answered_in_their_order_and_one_at_a_time(model):
     assert times == sorted(times) and [request.id for request in asked] == [1, 2, 3]
     assert [request.new for request in asked] == [answer(model, prompt, 6).new for prompt in prompts]
     assert not engine.busy and not any(request.found for request in asked)
-
-
-def test_the_answer_ends_with_an_end_token(model):
-    tokens = answer(model, PROMPT, 12).new
-    end = next(at for at in range(1, 12) if tokens[at] not in tokens[:at])
-    (request,) = baseline.Engine(model).generate([Request(PROMPT, 12, end_tokens=frozenset([tokens[end]]))])
-    assert request.new == tokens[: end + 1] and request.outcome.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

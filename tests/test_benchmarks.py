@@ -10,8 +10,6 @@ import threading
 import pytest
 import torch
 from conftest import load, write_model
-from support import engines, streams
-from support.engines import BANDWIDTH, ORACLE, ask, check_pools, draw, evict, make, settle, tiny_model
 
 from benchmarks import both_ends, claims, outside, ranks, tiered, variants
 from common import estimates, machine, restoring
@@ -21,7 +19,8 @@ from common.timeline import Clock
 from shell import checkpoint
 from shell.modelled_link import Bandwidth
 from shell.ranks import Ranks
-from tests.support import forked
+from tests.support import engines, forked, streams
+from tests.support.engines import BANDWIDTH, ORACLE, ask, check_pools, draw, evict, make, settle, tiny_model
 from tools import gpu_report
 
 # 1. Variants -----------------------------------------------------------------------------------

@@ -1,20 +1,18 @@
 """Chapter 06: where the two pointers meet, what is given up and called off, and what is kept."""
 
 import random
-import sys
-import threading
 import time
 
 import numpy
 import pytest
 import torch
-from support import engines
-from support.engines import ORACLE, ask, both_ends, check_pools, draw, evict, make, settle
 
 from common.link import Transfer, TransferError
 from common.requests import HungUp, Request
 from common.store import StoredChunks
 from shell.modelled_link import LATENCY, PIECE, Bandwidth
+from tests.support import engines
+from tests.support.engines import ORACLE, ask, both_ends, check_pools, draw, evict, make, settle
 
 CHUNK = both_ends.CHUNK
 PROMPT = draw(random.Random(0), 400)  # 6 chunks, 384 tokens, and 16 more
@@ -358,21 +356,6 @@ def test_modelled_storage_forgets_the_least_recently_used():
         storage.read([b"2"], [value])
 
 
-def test_modelled_storage_has_a_value_while_another_thread_uses_it():
-    storage, value, keys = both_ends.ModelledStorage(1e9, 1e12), numpy.zeros(8, "u1"), [b"1", b"2"]
-    storage.write(keys, [value] * 2)
-    used = threading.Thread(target=lambda: [storage.look_up(keys) for _ in range(50_000)])
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        used.start()
-        while used.is_alive():
-            assert storage.has(keys)
-    finally:
-        sys.setswitchinterval(interval)
-        used.join()
-
-
 # 4. Eight bits ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -439,11 +422,3 @@ def test_reads_are_charged_back_to_back_and_those_that_were_called_off_neither_c
     for (start, end), seconds in zip(spans, [each, each, 0, each]):
         assert end - start == pytest.approx(seconds, abs=1e-6)
     assert [start for start, _ in spans[1:]] == [end for _, end in spans[:-1]]
-
-
-def test_speeds_are_read_from_the_command_line_and_others_refused():
-    one, trace = map(both_ends.modelled_link.speed, ("0.1", "0.1:2:0.5@0.3"))
-    assert one.value == 1e8 and (trace.values, trace.seconds) == ((1e8, 2e9, 5e8), 0.3)
-    for words in "", "x", "0", "-1", "0.1:", ":0.1", "0.1:1@", "0.1:1@0", "nan", "inf":
-        with pytest.raises(Exception, match="is not a number"):
-            both_ends.modelled_link.speed(words)

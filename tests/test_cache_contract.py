@@ -45,10 +45,6 @@ def restored(request: Request) -> int:
     return sum(tokens for tier, tokens in request.found.items() if tier != "gpu")
 
 
-def test_the_models_answers_depend_on_what_is_far_back():
-    assert engines.Oracle().depends_on_far_context() >= 0.9
-
-
 def blocks_in(pool, pieces: list[torch.Tensor]) -> set[int]:
     """The blocks of `pool`, if its memory has six dimensions, at which a copy's pieces begin."""
     memory, found = pool.memory, set()

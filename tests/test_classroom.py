@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from conftest import ROOT, load
-from support.engines import baseline
 
 from common.llama import Llama
 from models.classroom import train
@@ -15,6 +14,7 @@ from models.classroom.train import HARD, Rows, evaluate, train_tokenizer
 from shell import checkpoint
 from shell.config import read_config
 from shell.texts import Level
+from tests.support.engines import baseline
 
 FOLDER = ROOT / "models" / "classroom"
 

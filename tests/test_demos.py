@@ -8,10 +8,10 @@ import sys
 
 import pytest
 from conftest import ROOT, write_model
-from support.pasted import first_difference
 
 from shell import lesson, random_models
 from tests.support import forked
+from tests.support.pasted import first_difference
 from tools import check_docs
 
 

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import engines
-from support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, make, paged, submit, tiny_model
 
 from common.cache import Cache, Match
 from common.link import Transfer, TransferError
 from common.requests import Request, RequestError, Unavailable
 from common.restoring import Restoration
+from tests.support import engines
+from tests.support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, make, submit, tiny_model
 
 
 class RowCache(Cache):
@@ -152,7 +152,7 @@ def test_a_step_that_fails_is_run_again_and_the_third_time_ends_its_requests_wit
     engine, failures = make("host"), []
 
     def fail_late(*step):  # after all layers were computed
-        done = paged.Runner.forward(engine.runner, *step)
+        done = engines.paged.Runner.forward(engine.runner, *step)
         if failures:
             raise failures.pop()
         return done

@@ -28,8 +28,6 @@ WRONG = [  # chapter, what is in it, what a student writes instead, of what the 
     ("04", "slots, v)\n\n    def draw_spans", "slots, k)\n\n    def draw_spans", "restored tokens are those that were computed"),
     ("04", "            given = [(self.store.pool, loading.blocks)]\n", "            given = []\n", "references are left"),
     ("04", "        finally:\n            links", "        except ValueError:\n            1\n        else:\n            links", "may be closed at any"),
-    ("04", '            self.hold("load", list(loading.transfers.values()), given=given)\n', "            [pool.release(blocks) for "
-     "pool, blocks in given]\n", "may be closed at any yield"),
     ("04-saving", '        self.hold("save", [job], ', '        self.hold("save", [transfer], ', "until their rows are there"),
     ("04-saving", "(self.head + numpy.concatenate([piece.rows for piece in pieces])) % self.ring", "self.head + numpy.concatenate([piece.rows for piece in pieces])", "the buffer is a ring"),
     ("04-saving", "take_snapshot(states)\n", "take_snapshot(states)\n        transfer.wait()\n", "a step waits for no save"),
@@ -40,8 +38,6 @@ WRONG = [  # chapter, what is in it, what a student writes instead, of what the 
     ("06", "front = max(first, self.front(request))", "front = first", "what prefill has computed is not loaded"),
     ("06", "        yield read\n", "", "when it has arrived"),
     ("07", "                upper.parent.children[upper.pages[0]] = upper\n", "", "dictionary of pages"),
-    ("07", "slice(max(0, first - at), same)", "slice(0, same)", "dictionary of pages"),
-    ("07", "upper.places + node.places", "node.places + upper.places", "dictionary of pages"),
     ("07", "upper.pages and len(upper.children) == 1 and upper.state == node.state", "False", "one span, not two"),
     ("08", "host - weights - (act * act_init + kv * kv_init)", "host - weights", "all of the memory is divided"),
     ("08", "if held + item.end / 2 > even or held", "if held", "few, and about even"),

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy
 import pytest
-from support import engines
-from support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, evict, hidden_states, settle
-from support.faults import faulty
-from support.serving import eventually
 
 from common.link import Transfer
 from common.requests import HungUp, Request
 from common.store import Storage, StoredChunks
 from shell import cli
 from shell.backends import in_directories
+from tests.support import engines
+from tests.support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, evict, hidden_states, settle
+from tests.support.faults import faulty
+from tests.support.serving import eventually
 
 PROMPT = draw(random.Random(0), 150)  # nine blocks and 6 tokens
 

@@ -11,8 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import engines, traffic
-from support.engines import BANDWIDTH, Oracle, ask, check_pools, draw, hybrid, submit, tiny_model
 
 from benchmarks import hybrid_blocks
 from common.link import TransferError
@@ -20,6 +18,8 @@ from common.requests import Request
 from shell import cli
 from shell.checkpoint import ModelError
 from shell.modelled_link import ModelledLink as Link
+from tests.support import engines, traffic
+from tests.support.engines import BANDWIDTH, Oracle, ask, check_pools, draw, hybrid, submit, tiny_model
 
 MODEL, ORACLE = tiny_model(0, 4, on_host=True), Oracle(tiny_model(0, 4))
 Plan, Costs, Sizes, Planner = hybrid.Plan, hybrid.Costs, hybrid.Sizes, hybrid.Planner

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from support.engines import tiers, tiny_model
 
 from common import link as links
 from common.link import Places, TransferError, Worker
 from common.timeline import Clock
 from shell import hardware
 from shell.modelled_link import LATENCY, PIECE, Bandwidth, LikeA100, ModelledLink
+from tests.support.engines import tiers, tiny_model
 from tests.support.unordered import pageable
 
 FAST = 1e12  # bytes/s: over at once
@@ -219,9 +219,11 @@ def test_restoring_and_transfer_have_the_ratio_that_llama_2_7b_has_on_an_a100_an
 def test_the_speed_is_measured_unless_one_is_asked_for_and_one_that_cannot_be_is_refused(capsys):
     parser = argparse.ArgumentParser()
     hardware.add_option(parser)
-    auto, asked = (hardware.bandwidth(tiny_model(), parser.parse_args(words).link) for words in ([], ["--link=2.5"]))
+    words = [], ["--link=2.5"], ["--link=0.1:2:0.5@0.3"]
+    auto, asked, trace = (hardware.bandwidth(tiny_model(), parser.parse_args(each).link) for each in words)
     assert isinstance(auto, LikeA100) and 1e5 < auto.value < 1e14 and asked.value == 2.5e9
-    for word in "0", "-1", "nan", "inf", "fast", "", "AUTO", "1e7", "1e-10", "1 GB/s":
+    assert (trace.values, trace.seconds) == ((1e8, 2e9, 5e8), 0.3)
+    for word in "0", "-1", "nan", "inf", "fast", "", "AUTO", "1e7", "1e-10", "1 GB/s", "0.1:", ":0.1", "0.1:1@", "0.1:1@0":
         with pytest.raises(SystemExit):
             parser.parse_args([f"--link={word}"])
         assert "--link" in capsys.readouterr().err

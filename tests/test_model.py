@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, load, write_model
-from support.engines import answer, ask_and_evict, baseline, draw, hybrid, hybrid_runner, make
 
 from common.llama import Linear, attention, causal_mask, rotary_frequencies
 from common.requests import Request
@@ -22,6 +21,7 @@ from shell import checkpoint, cli, limits
 from shell.checkpoint import reference_model
 from shell.config import ModelError, read_config
 from shell.linear import FastLinear, speed_up
+from tests.support.engines import answer, ask_and_evict, baseline, draw, hybrid, hybrid_runner, make
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=64)
@@ -274,7 +274,6 @@ PUBLISHED = {
     "Vicuna 16k": SEVEN_B | dict(max_sequence_length=16384, rope_scaling=dict(factor=4.0, type="linear")),
     "SOLAR": SEVEN_B | dict(rope_scaling=dict(factor=2.0, type="dynamic")),
     "Llama 3": LLAMA_3, "Llama 3.1": LLAMA_31, "Llama 3.2, unsloth": LLAMA_32 | UNSLOTH,
-    "a fine-tune": LLAMA_3 | dict(neftune_noise_alpha=5, repetition_penalty=1.3, do_sample=True, temperature=0.6),
     "SmolLM2": LLAMA_3 | JS | dict(rope_interleaved=False, tie_word_embeddings=True, rope_theta=100000),
     "with biases": SEVEN_B | dict(attention_bias=True, mlp_bias=True, bias=True, hidden_act="swish"),
     "from GGUF": dict(max_position_embeddings=512, partial_rotary_factor=1.0, rope_theta=1e4, num_key_value_heads=None,
@@ -284,7 +283,7 @@ PUBLISHED = {
     "Zephyr": MISTRAL | dict(pad_token_id=2, sliding_window=64), "Nemo": MISTRAL | dict(sliding_window=None, head_dim=24),
     "Mistral 0.3": MISTRAL | dict(sliding_window=None, head_dim=None, attention_bias=True, mlp_bias=True),
     "Mistral without the key": {name: value for name, value in MISTRAL.items() if name != "sliding_window"},
-    "Qwen1.5": QWEN | dict(tie_word_embeddings=False, attention_bias=False), "Qwen2": QWEN,
+    "Qwen2": QWEN,
     "Qwen2.5": QWEN | dict(max_window_layers=2, sliding_window=64, use_mrope=False, layer_types=None, dual_chunk_attention_config=dict(chunk_size=262144)),
     "Qwen2, some layers slide": QWEN | SLIDES | dict(max_window_layers=1), "Qwen2, no layer slides": QWEN | SLIDES,
     "Qwen2, saved by 5": QWEN | NEW | dict(layer_types=["full_attention"] * 3, rope_theta=None, sliding_window=None,
@@ -293,8 +292,6 @@ PUBLISHED = {
     "SmolLM3": SMOLLM3, "SmolLM3, with biases": SMOLLM3 | dict(attention_bias=True, mlp_bias=True),
     "SmolLM3, by default": dict(model_type="smollm3", num_hidden_layers=4, max_position_embeddings=512, pad_token_id=None, tie_word_embeddings=True),
     "Llama 3.1, saved by 5": LLAMA_3 | NEW | dict(rope_parameters=dict(LLAMA3, rope_theta=5e5), rope_theta=None),
-    "new linear": dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=5e5)),
-    "new llama3, theta outside": dict(rope_theta=5e5, rope_parameters=LLAMA3),
     "theta in both places": dict(rope_theta=3e4, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
     "llama3 without its original context": dict(rope_theta=5e5, rope_scaling={name: LLAMA3[name] for name in list(LLAMA3)[:4]}),
     "llama3, original context outside": dict(rope_theta=5e5, rope_scaling=LLAMA3, original_max_position_embeddings=128),

@@ -3,14 +3,14 @@
 import random
 
 import pytest
-from support import engines
-from support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, evict, make, offload, settle
 
 from common import estimates
 from common.cache import Match
 from common.link import Transfer
 from common.requests import Request
 from shell.frontend import check_fields
+from tests.support import engines
+from tests.support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, evict, make, offload, settle
 
 BLOCK = 16 * engines.tiny_model().config.kv_numbers_per_token * 4  # bytes of a block
 

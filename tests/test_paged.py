@@ -11,16 +11,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import load
-from support import engines
-from support.engines import ORACLE, ask, baseline, check_pools, draw, make, paged, tiny_model, until_over
 
 from common import prefixes as prefixes_module
 from common.cache import Cache
 from common.requests import BadRequest, HungUp, Request
+from tests.support import engines
+from tests.support.engines import ask, baseline, check_pools, draw, make, paged, tiny_model, until_over
 
 
 def assert_equal(requests):
-    assert [ORACLE.judge(request) for request in requests] == ["equal"] * len(requests)
+    assert [engines.ORACLE.judge(request) for request in requests] == ["equal"] * len(requests)
 
 
 # 1. Prefixes -----------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_what_ends_one_request_is_raised_to_who_asked_and_no_other_notices():
     engine.behind.cache.save = lambda batch: engine.cancel(lost, HungUp("gone"))  # in the step that computes it
     with pytest.raises(HungUp, match="gone"):
         engine.generate([kept, lost])
-    assert ORACLE.judge(kept) == "equal" and len(lost.new) == 1
+    assert engines.ORACLE.judge(kept) == "equal" and len(lost.new) == 1
     check_pools(engine)
 
 

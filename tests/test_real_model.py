@@ -5,13 +5,13 @@ import random
 import pytest
 import torch
 from conftest import ROOT
-from support.engines import ask, ask_and_evict, baseline, both_ends, make, offload, planned, tiered
 
 from common.store import StoredChunks
 from models.classroom.text import Conversation
 from models.classroom.train import HARD
 from shell import checkpoint
 from tests import real_model
+from tests.support.engines import ask, ask_and_evict, baseline, both_ends, make, offload, planned, tiered
 
 TOKENS, NEW, BLOCKS, BANDWIDTH = 1100, 32, 50, 2e9  # in three chunks of chapter 01's prefill, the half of them in two
 CACHES = {

@@ -5,9 +5,9 @@ import re
 from urllib.request import Request, urlopen
 
 from conftest import ROOT
-from support.serving import eventually
 
 from tests.support import forked
+from tests.support.serving import eventually
 
 
 def ask(url: str, **body) -> dict:

@@ -144,25 +144,14 @@ def test_a_stop_string_costs_the_new_text_only(frontend):
 
 # 3. Request and result --------------------------------------------------------------------------------------
 
-def expected_token(logits, request) -> int:
-    """The request's next token by a whole sort; it takes random numbers from a copy of the generator."""
-    generator = torch.Generator().set_state(request.generator.get_state())
-    numbers = (1 - torch.rand(sampling.LEVELS, dtype=torch.double, generator=generator)).tolist()
-    shares = (logits.float() / request.temperature).softmax(-1)
-    order = sorted(range(len(shares)), key=lambda token: (-shares[token].item(), token))
-    allowed = order[: request.top_k or len(shares)]
-    upto = shares.double()[allowed].cumsum(0)
-    last = allowed[: 1 + int((upto < request.top_p * upto[-1]).sum())][-1] if request.top_p < 1 else allowed[-1]
-    kept = torch.tensor([order.index(token) <= order.index(last) for token in range(len(shares))]) * shares.double()
-    limited, window = len(allowed) < len(shares) or request.top_p < 1, sampling.WINDOW
-    if limited and shares[last] > shares[order[window - 1]] and not window < len(allowed) < len(shares):
-        return int((kept.cumsum(0) < numbers[0] * kept.sum()).sum())
-    first, size = 0, sampling.RUN ** 3  # of tokens below the root: three levels for 700 of them
-    for number in numbers[:3]:
-        size //= sampling.RUN
-        sums = torch.stack([kept[first + size * child :][:size].sum() for child in range(sampling.RUN)]).cumsum(0)
-        first += size * int((sums < number * sums[-1]).sum())
-    return first
+def kept_shares(logits, request) -> torch.Tensor:
+    """The shares of the tokens that top-k and top-p keep, by a whole sort; 0 for the others."""
+    shares = (logits.double() / request.temperature).softmax(-1)
+    order = sorted(range(len(shares)), key=lambda token: (-shares[token].item(), token))[: request.top_k or len(shares)]
+    upto = shares[order].cumsum(0)
+    count = 1 + int((upto < request.top_p * upto[-1]).sum()) if request.top_p < 1 else len(order)
+    kept = torch.zeros_like(shares).index_copy(0, torch.tensor(order[:count]), shares[order[:count]])
+    return kept / kept.sum()
 
 
 @pytest.mark.parametrize("spread, grid", [(3, 4), (3, 1), (1e-3, 1 << 20)])  # coarse, as in 16 bits: equal ones at limits
@@ -174,17 +163,17 @@ def test_a_seed_gives_the_same_tokens_alone_and_beside_others(spread, grid):
                      for _ in range(2))
     others = [Request([1], 9, temperature) for temperature in (0, 1)]
     for _ in range(2):
-        expected = [expected_token(row, request) for row, request in zip(logits, alone)]
-        assert [request.sample(row) for row, request in zip(logits, alone)] == expected
-        best = sampling.likeliest(logits)
-        assert sampling.sample(beside + others, logits, best) == [*expected, *best[-2:]] and best[-1] == -1
+        tokens, best = [request.sample(row) for row, request in zip(logits, alone)], sampling.likeliest(logits)
+        assert sampling.sample(beside + others, logits, best) == [*tokens, *best[-2:]] and best[-1] == -1
+        assert all(kept_shares(row, request)[token] for row, request, token in zip(logits, alone, tokens))
     assert Request([1], 9, 5e-324).sample(logits[0]) == best[0], "so little is no temperature"
 
 
-def test_each_token_has_its_share_and_without_a_seed_no_two_answers_are_alike():
-    logits, count = torch.tensor([0.5, 3.0, float("-inf"), 2.0, -1.0, 2.5]).repeat(50), 50000
-    tokens = sampling.sample([Request([1], 9, 0.8, seed=1)] * count, logits.expand(count, -1), [1] * count)
-    shares = (logits / 0.8).softmax(0)
+@pytest.mark.parametrize("limits", [{}, dict(top_k=75), dict(top_k=180), dict(top_p=0.3), dict(top_p=0.9), dict(top_k=180, top_p=0.9)])
+def test_each_token_that_limits_keep_has_its_share_and_without_a_seed_no_two_answers_are_alike(limits):
+    logits, count = torch.tensor([0.5, 3.0, float("-inf"), 2.0, -1.0, 2.5]).repeat(50), 2000 if limits else 50000
+    request = Request([1], 9, 0.8, seed=1, **limits)
+    tokens, shares = sampling.sample([request] * count, logits.expand(count, -1), [1] * count), kept_shares(logits, request)
     assert ((torch.bincount(torch.tensor(tokens), minlength=300) / count - shares).abs() <= 5 * (shares / count).sqrt()).all()
     one, other = ([request.sample(torch.zeros(1000)) for _ in range(8)] for request in (Request([1], 9, 1), Request([1], 9, 1)))
     assert one != other

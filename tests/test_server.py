@@ -19,11 +19,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.requests import BadRequest, Request, Unavailable
+from common.requests import Request
 from shell import backends, to_json
 from shell import server as servers
 from tests.conftest import ROOT
-from tests.support.serving import ASK, CHAT, INFO, TIMEOUT, eventually, run, sentence, serving
+from tests.support.serving import ASK, CHAT, INFO, TIMEOUT, eventually, sentence, serving
 from tests.support.stub import Engine
 
 TEXT = dict(prompt="Hello", max_tokens=8, temperature=0)
@@ -336,30 +336,6 @@ def test_whoever_waits_is_told_while_a_step_goes_on(frontend):
         for late in CHAT, dict(CHAT, stream=True):
             replies.append(threads.submit(client.ask, "/v1/chat/completions", late))
         assert all("shutting down" in reply.result(TIMEOUT).error(503, "server_error") for reply in replies)
-
-
-def test_a_server_can_be_asked_without_http(frontend):
-    server = servers.Server(Engine(max_running=1), frontend, INFO, most=2)
-    thread = run(server)
-    _, *pieces, result = server.stream(prompt="Hello", max_tokens=8)
-    assert "".join(pieces) == result.text
-    with pytest.raises(BadRequest):
-        next(server.stream(prompt=""))
-    server.engine.hold_after(2)
-    running, waiting = server.stream(prompt="Hello"), server.stream(prompt="Hello")
-    assert next(running) is None and next(running) and next(waiting) is None
-    with pytest.raises(BadRequest, match="2 requests wait or run") as refused:
-        next(server.stream(prompt="Hello"))
-    assert refused.value.status == 429 and len(server.open) == 2
-    running.close()                # which cancels
-    assert len(server.engine.arrivals) == 2 and len(server.open) == 1
-    server.engine.let()
-    assert [*waiting][-1].text
-    server.close()
-    thread.join(TIMEOUT)
-    assert not thread.is_alive()
-    with pytest.raises(Unavailable):
-        server.between_steps(lambda: 1)
 
 
 def test_an_error_where_connections_are_accepted_ends_the_server(frontend, monkeypatch):

@@ -18,10 +18,6 @@ from unittest.mock import DEFAULT, Mock
 import numpy
 import pytest
 import torch
-from support import engines, traffic
-from support.engines import Oracle, ask, check_pools, draw, evict, make, settle, tiered, tiers, until_over
-from support.faults import faulty
-from support.redis_server import redis_server
 
 from common import store
 from common.link import Transfer, TransferError
@@ -30,9 +26,13 @@ from common.requests import BadRequest, Request, RequestError
 from shell import backends, cli
 from shell.modelled_link import Bandwidth
 from shell.ranks import Ranks
+from tests.support import engines, traffic
+from tests.support.engines import ask, check_pools, draw, evict, make, settle, tiered, tiers, until_over
+from tests.support.faults import faulty
+from tests.support.redis_server import redis_server
 
 paged, ranked = importlib.import_module("02_paged_kv"), importlib.import_module("09_tensor_parallel")
-ORACLE = Oracle()
+ORACLE = engines.Oracle()
 
 
 class Shelf:

@@ -9,7 +9,8 @@ from subprocess import PIPE, Popen
 
 import pytest
 from conftest import ROOT, write_model
-from support.serving import eventually
+
+from tests.support.serving import eventually
 
 PYTHON = os.environ.get("VLLM_PYTHON", sys.executable if importlib.util.find_spec("vllm") else None)
 pytestmark = pytest.mark.skipif(not PYTHON, reason="needs vLLM, here or in the interpreter VLLM_PYTHON")

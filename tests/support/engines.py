@@ -230,15 +230,6 @@ class Oracle:
                 return "tie" if tie else "wrong"
         return "equal" if len(request.new) == len(tokens) else "wrong"
 
-    def depends_on_far_context(self, length: int = 150, prompts: int = 40) -> float:
-        """The share of answers that another token among the first ones changes."""
-        rng, changed = random.Random(7), 0
-        for _ in range(prompts):
-            prompt = draw(rng, length)
-            other = [prompt[0], draw(rng, 1)[0], *prompt[2:]]
-            changed += self.answer(prompt, 8)[0] != self.answer(other, 8)[0]
-        return changed / prompts
-
 
 checkpoint.keep_freed_memory()
 ORACLE = Oracle()

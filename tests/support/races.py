@@ -6,39 +6,60 @@ The same requests are answered twice, over a link whose copies fail, are late, a
 engine as it is, and by one without one guard. The first answer that is not chapter 01's is printed."""
 
 import argparse
+import inspect
 import random
 import sys
+import textwrap
 from contextlib import suppress
 from functools import cache
 
 import pytest
 
+from common.cache import Cache
 from common.requests import Request, RequestError
+from common.restoring import Restorer
 
 from . import engines
 from .faults import faulty
-from .mutants import GUARDS, without
 
+# name -> (what the guard guarantees, what happens without it, class, method, the guard, its replacement)
 RACES = {
-    "late-copy": ("a request whose copy failed gets other blocks",
-                  "A copy has failed, and what was to come back is computed in the same blocks: copies behind it are late,\n"
-                  "and still write there."),
-    "unwritten-slot": ("slots that were not written are not read",
-                       "A short table is padded with slots that nobody has written. They are masked, and a masked score has the\n"
-                       "weight 0; but 0 times NaN is NaN."),
-    "given-up": ("what a copy reads and writes is referenced",
-                 "A request is over while its blocks are still copied out: they are given to another one, and the copy keeps\n"
-                 "what that one has written under the first one's name."),
+    "late-copy": (
+        "a request whose copy failed gets other blocks",
+        "A copy has failed, and what was to come back is computed in the same blocks: copies behind it are late,\n"
+        "and still write there.",
+        Restorer, "give_up", "self.engine.requeue(request)", "self.end(request)"),
+    "unwritten-slot": (
+        "slots that were not written are not read",
+        "A short table is padded with slots that nobody has written. They are masked, and a masked score has the\n"
+        "weight 0; but 0 times NaN is NaN.",
+        engines.paged.Batch, "read_padded", "slots.where(mask == 0, slots[:, :1])", "slots"),
+    "given-up": (
+        "what a copy reads and writes is referenced",
+        "A request is over while its blocks are still copied out: they are given to another one, and the copy keeps\n"
+        "what that one has written under the first one's name.",
+        Cache, "hold", "        pool.share(blocks)\n",
+        "        pass\n    [pool.release(blocks) for pool, blocks in given]\n    held = given = ()\n"),
 }  # fmt: skip
 
 
+def without(monkeypatch, owner, name: str, guard: str, instead: str):
+    """Replace `guard` in the source of `owner.name` by `instead`. Fails if it is not there exactly once."""
+    function = inspect.unwrap(getattr(owner, name))
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(guard) == 1, f"{guard!r} is not what guards {name} any more"
+    space = dict(vars(sys.modules[function.__module__]), __class__=owner)
+    exec(compile(source.replace(guard, instead), f"<{name} without a guard>", "exec"), space)
+    monkeypatch.setattr(owner, name, space[function.__name__])
+
+
 @cache
-def answers(guard: str | None = None, rounds: int = 60, seed: int = 3):
-    """-> the first wrong answer without this guard (request, tokens of chapter 01), or None."""
+def answers(race: str | None = None, rounds: int = 60, seed: int = 3):
+    """-> the first wrong answer without a race's guard (request, tokens of chapter 01), or None."""
     rng, oracle = random.Random(seed), engines.Oracle()
     with pytest.MonkeyPatch.context() as patch, faulty(rng, failing=0.1, late=0.4, noisy=6):
-        if guard:
-            without(patch, *GUARDS[guard])
+        if race:
+            without(patch, *RACES[race][2:])
         engine = engines.make(engines.CACHES["host"](40), 40)
         engine.pool.memory.fill_(float("nan"))  # what nobody has written
         documents = [engines.draw(rng, rng.randrange(60, 250)) for _ in range(4)]
@@ -55,11 +76,11 @@ def answers(guard: str | None = None, rounds: int = 60, seed: int = 3):
 
 def show(race: str) -> bool:
     """Print both -> whether the answer is wrong only without the guard."""
-    guard, words = RACES[race]
+    guard, words, *_ = RACES[race]
     right = not answers()
     print(f"{words}\nThe guard: {guard}.\n\nwith its guard:    {'right, in 180 requests' if right else 'WRONG'}")
     try:
-        wrong = answers(guard)
+        wrong = answers(race)
     except Exception as error:  # it may break the engine, too
         print(f"without it:        WRONG: the engine ends with {error!r}")
         return right

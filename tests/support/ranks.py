@@ -14,14 +14,12 @@ from functools import partial
 
 import torch
 
-from common import estimates, store
+from common import store
 from common.cache import Cache
-from common.link import Transfer
 from common.llama import Llama
 from common.requests import HungUp, Request
 from shell import backends, checkpoint
 from shell import ranks as processes
-from shell.modelled_link import ModelledLink as Link
 from tests.support import engines, traffic
 
 ranked = importlib.import_module("09_tensor_parallel")
@@ -129,34 +127,6 @@ def declining(ranks, arguments):
     assert again(engine, prompt).found == {} and engine.counts["declined"] == 1
 
 
-def hanging(ranks, arguments):
-    """A copy does not come on one rank: all compute, and what they know of each other stays in step."""
-    engine, prompt = engine_of(ranks, arguments), engines.draw(random.Random(0), 257)
-    engines.ask(engine, prompt)
-    engines.settle(engine)
-    copy, late = Link.copy, []
-
-    def hang(link, dst, src, label, *places):
-        if link.name == "load" and label == "layer 1" and ranks.rank == 1:
-            late.append((Transfer(link.name, label, 0), [dst[block] for block in places[0].to]))
-            return late[-1][0]
-        return copy(link, dst, src, label, *places)
-
-    # While others are computed the ranks agree on the last layer, before the pass waits for this one
-    for others in (), [Request(engines.draw(random.Random(1), 20), 6)]:
-        Link.copy = hang
-        request = again(engine, prompt, *others)
-        Link.copy = copy
-        assert request.found == {} and any("late" in words for words in request.decisions), request.decisions
-        for transfer, dst in late:  # it comes after all, with noise
-            for piece in dst:
-                piece.fill_(float("nan"))
-            transfer.finish(transfer.issued, transfer.issued)
-        late.clear()
-        assert again(engine, prompt).found == {"cpu": 256}
-    engines.check_pools(engine)
-
-
 def ending(ranks, arguments):
     """One rank ends while all step; none goes on for long."""
     everywhere = processes.Everywhere(engine_of(ranks, arguments))
@@ -218,7 +188,7 @@ def lacking(ranks, arguments):
     assert [size for verb, size in backend.asked if verb == "get"] == [4, 4, 1], backend.asked
 
 
-SCENARIOS = dict(traffic=generated, share=sharing, lack=lacking, bytes=bytes_over_the_link, decline=declining, hang=hanging, killed=ending, failed=ending,
+SCENARIOS = dict(traffic=generated, share=sharing, lack=lacking, bytes=bytes_over_the_link, decline=declining, killed=ending, failed=ending,
                  idle=ending, commands=commands)  # fmt: skip
 
 
@@ -233,7 +203,6 @@ def main():
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    estimates.PATIENCE = 2.0  # seconds, for what hangs
     ranks = processes.join(arguments.count)
     torch.set_num_threads(1)
     # Of the families, the one with the most that ranks could divide wrongly
