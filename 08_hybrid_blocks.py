@@ -39,6 +39,7 @@ import shell.cli as cli
 import statistics
 import sys
 import time
+from bisect import bisect_left
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -86,6 +87,10 @@ class Plan(NamedTuple):
     kv_device: int
     act_device: int
 
+    def with_acts(self, count: int) -> "Plan":
+        """Exchange KV blocks of the host for ACT blocks."""
+        return self._replace(kv_host=self.kv_host - count, act_host=self.act_host + count)
+
 
 def algorithm_1(load_w, kv_gen, load_kv, act_gpu, host, weights, act, kv) -> tuple[float, float]:
     """Divide host memory by CAPTURE's Algorithm 1, as it is printed -> its ACT blocks and its KV blocks.
@@ -117,12 +122,24 @@ class Planner(NamedTuple):
     fill: float = 1.0
 
     def lanes(self, plan: Plan) -> tuple[float, float]:
-        """-> seconds of a decode step on the link and on the processor. The larger one is the bound."""
+        """-> seconds of a decode step on the link and on the processor, each without waits."""
         costs, sizes = self.costs, self.sizes
         size = (self.layers - plan.resident) * sizes.weights
         size += self.fill * (sizes.kv * plan.kv_host + sizes.act * plan.act_host)
         acts = self.fill * (plan.act_host + plan.act_device)
         return size / costs.speed, self.layers * (costs.forward + costs.rebuild * acts)
+
+    def seconds(self, plan: Plan) -> float:
+        """Estimate the seconds of a decode step, layer by layer. While a layer is computed, a share of some
+        weights arrives and then the next layer's context, ACT blocks first. Uneven shares cost time."""
+        load, compute = (lane / self.layers for lane in self.lanes(plan))
+        weights = self.sizes.weights / self.costs.speed
+        context = link = load - weights * (1 - plan.resident / self.layers)  # link: when it is free
+        kv, now = self.fill * self.sizes.kv * plan.kv_host / self.layers / self.costs.speed, 0.0
+        for share in stream(self.layers, plan.resident)[1]:
+            arrived, link = link, max(link, now) + weights * share + context
+            now = max(max(now, arrived - kv) + compute - self.costs.forward, arrived) + self.costs.forward
+        return max(now, link - context)
 
     def speed_for(self, f: float, blocks: float) -> float:
         """-> bytes/s of the link over which all weights and `blocks`, as K and V, take `f` times as long as
@@ -143,56 +160,63 @@ class Planner(NamedTuple):
         return Plan(0, rest - act_host, act_host, 0, act_device)
 
     def plan(self) -> Plan:
-        """Find the division whose slower lane ends first; among ties, compute least. Raises ModelError.
+        """Find the division whose decode step ends first; among ties, compute least. Raises ModelError.
 
         What differs from the paper's:
         - Equations 2 and 3 leave out the transfer of ACT blocks, attention, the new tokens' own products, and
           what each mini-batch costs. Here they count, so that the lanes do end together.
         - The device may hold weights or KV blocks too: any resident byte saves a byte of link.
+        - The lanes wait for each other in each layer (`seconds`). The paper evens the sums.
         - The number of blocks is given. Algorithm 1 fills all of the host's memory with them.
         With grouped queries hybrid finds the plan of `kv-only`: ACT blocks are no smaller than KV blocks."""
         least = min(2, self.layers) * self.sizes.weights
         if self.device < least:
-            raise checkpoint.ModelError(
-                f"Two layers of weights, to compute with and to fill, take {least / 1e6:.1f} MB, and the "
-                f"device has {self.device / 1e6:.1f}; choose a larger --device-memory."
-            )
+            words = f"Two layers of weights take {least / 1e6:.1f} MB; choose a larger --device-memory."
+            raise checkpoint.ModelError(words)
         if self.policy == "paper":
             return self.paper_plan()
         acts = {"kv-only": [0], "act-only": [self.blocks]}.get(self.policy, range(self.blocks + 1))
         plans = [plan for plan in self.divisions() if plan.act_host + plan.act_device in acts]
-        return min(plans, key=lambda plan: (max(self.lanes(plan)), self.lanes(plan)[1], plan))
+        return min(plans, key=lambda plan: (self.seconds(plan), self.lanes(plan)[1], plan))
 
     def divisions(self):
         """Yield plans: for any number of resident layers, and KV or ACT blocks in what is left of the device,
         the best division of the other blocks, and those with one kind alone."""
-        sizes = self.sizes
-        saved = (sizes.kv - sizes.act) / self.costs.speed  # seconds of link, by an ACT block instead of a KV
-        per_block = self.fill * (saved + self.layers * self.costs.rebuild)  # by which the lanes come closer
         for resident in range(self.layers + 1):
-            places = 2 if resident < self.layers else 0  # to stream to
-            left = self.device - sizes.weights * (resident + places)
-            for on_device in ((left // sizes.kv, 0), (0, left // sizes.act)) if left >= 0 else ():
+            # The others come into room for two layers
+            left = self.device - self.sizes.weights * (resident + 2 * (resident < self.layers))
+            for on_device in ((left // self.sizes.kv, 0), (0, left // self.sizes.act)) if left >= 0 else ():
                 kv, act = (min(self.blocks, count) for count in on_device)
-                rest = self.blocks - kv - act
-                link, compute = self.lanes(Plan(resident, rest, 0, kv, act))
-                even = int((link - compute) / per_block) if per_block > 0 else 0
-                for act_host in 0, rest, even, even + 1:
-                    act_host = min(max(0, act_host), rest)
-                    yield Plan(resident, rest - act_host, act_host, kv, act)
+                plan = Plan(resident, self.blocks - kv - act, 0, kv, act)
+                # With more ACT blocks the seconds fall, then rise: find the first that saves nothing
+                best = bisect_left(range(plan.kv_host), -1e-12, key=partial(self.another_act, plan))
+                yield from map(plan.with_acts, (0, best, plan.kv_host))
+
+    def another_act(self, plan: Plan, count: int) -> float:
+        """-> the seconds that one more ACT block in place of a KV block adds to a decode step."""
+        return self.seconds(plan.with_acts(count + 1)) - self.seconds(plan.with_acts(count))
 
     def after(self, samples: list[tuple]) -> "Planner":
         """-> a planner with the costs of decode steps, each (blocks, seconds to rebuild one in a layer or 0,
-        seconds of the rest of the layer). Rebuilding counts with its upper quartile: if it takes longer than
-        planned, the link waits."""
+        seconds of the rest of the layer): the medians."""
         blocks, rebuilds, forwards = zip(*samples)
-        costs = self.costs._replace(forward=statistics.median(forwards))
-        if rebuilds := sorted(filter(None, rebuilds)):
-            costs = costs._replace(rebuild=rebuilds[3 * len(rebuilds) // 4])
+        rebuild = statistics.median([*filter(None, rebuilds)] or [self.costs.rebuild])
+        costs = self.costs._replace(forward=statistics.median(forwards), rebuild=rebuild)
         return self._replace(costs=costs, fill=min(1.0, statistics.median(blocks) / self.blocks))
 
 
 # 2. Weights ------------------------------------------------------------------------------------
+
+def stream(layers: int, resident: int) -> tuple[list[int], list[float]]:
+    """Spread the resident layers evenly -> the layers whose weights come over the link, and for each layer of
+    all the share of a layer's weights that arrives while it is computed."""
+    kept, shares = {number * layers // resident for number in range(resident)}, layers * [0.0]
+    streamed = sorted({*range(layers)} - kept)
+    for previous, index in zip([at - layers for at in streamed[-1:]] + streamed, streamed):
+        for at in range(previous, index):  # below 0: in the step before
+            shares[at] = 1 / (index - previous)
+    return streamed, shares
+
 
 class Weights:
     """Holds all layers in host memory, and `resident` of them on the device too, spread evenly. The others
@@ -204,12 +228,11 @@ class Weights:
             if model.device.type == "cuda" and not parameter.is_pinned():
                 memory = links.host_memory(parameter.shape, model.dtype, model.device, "A weight")
                 parameter.data = memory.copy_(parameter)
-        count = len(self.host)
-        self.kept = {number * count // resident: self.place(model) for number in range(resident)}
+        self.streamed, self.shares = stream(len(self.host), resident)
+        self.kept = {at: self.place(model) for at, _ in enumerate(self.host) if at not in self.streamed}
         for index, place in self.kept.items():
             for parameter, weight in zip(place.parameters(), self.host[index].parameters()):
                 parameter.data = weight.data.to(model.device)
-        self.streamed = [index for index in range(count) if index not in self.kept]
         self.places = [self.place(model) for _ in range(2 if self.streamed else 0)]  # to use, and to fill
         self.expect(-1)
 
@@ -219,11 +242,10 @@ class Weights:
         return Layer(model.config, dtype=model.dtype, device=model.device).requires_grad_(False)
 
     def expect(self, after: int):
-        """Fetch next the weights of the first streamed layer behind layer `after`, while the layers up to it
-        are computed. -1: at the beginning, and after a failure."""
-        distances = [(index - after - 1) % len(self.host) for index in self.streamed]
-        self.layers_left = min(distances, default=0) + 1
-        self.coming, self.sent, self.transfers = (after + self.layers_left) % len(self.host), 0.0, []
+        """Fetch next the weights of the first streamed layer behind layer `after`. -1: at the beginning, and
+        after a failure."""
+        later = [index for index in self.streamed if index > after]
+        self.coming, self.sent, self.transfers = (later + self.streamed + [0])[0], 0.0, []
 
     def fetch(self, share: float):
         """Issue the copy of a share of the rows of each weight that comes, or of the rows that are left."""
@@ -333,15 +355,13 @@ class Tokens(NamedTuple):
     places: links.Places  # to rows from slots; of new tokens: to slots from those of one kind
 
 
-def by_kind(kinds, slots, rows, positions, device, new=False) -> list[Tokens]:
-    """Tokens [n] -> those of each kind."""
-    found = []
+def by_kind(kinds, slots, rows, positions, device, new=False):
+    """Of tokens [n] yield those of each kind, as Tokens."""
     for kind in KINDS:
         mine = kinds == kind
         tokens = slots[mine], rows[mine], positions[mine]
         sides = (tokens[0], torch.arange(len(tokens[0]))) if new else (tokens[1], tokens[0])
-        found.append(Tokens(*(upload(each, device) for each in tokens), links.Places(*sides)))
-    return found
+        yield Tokens(*(upload(each, device) for each in tokens), links.Places(*sides))
 
 
 class MiniBatch:
@@ -360,9 +380,9 @@ class MiniBatch:
             new.append(torch.stack((kinds, slots, rows, positions))[:, start:])
             tokens += request.tokens[start:end]
             self.rows_used += end
-        self.context = by_kind(*torch.cat(context, 1), self.device)
+        self.context = [*by_kind(*torch.cat(context, 1), self.device)]
         kinds, slots, rows, positions = torch.cat(new, 1)  # [T] each
-        self.new = by_kind(kinds, slots, torch.arange(len(tokens)), positions, self.device, new=True)
+        self.new = [*by_kind(kinds, slots, torch.arange(len(tokens)), positions, self.device, new=True)]
         self.rows = upload(rows, self.device)
         self.hidden = model.embed(upload(tokens, self.device))  # [T, D]
         self.rotation = model.rotary(upload(positions, self.device))
@@ -395,8 +415,8 @@ class HybridRunner:
         self.save_link = hardware.connect("save", self.clock, bandwidth)
         empty = partial(torch.empty, dtype=model.dtype, device=model.device)
         on_host = partial(links.host_memory, dtype=model.dtype, device=model.device, what="The host's blocks")
-        config = model.config
-        shapes = (2, config.num_key_value_heads, config.head_dim), (config.hidden_size,)  # a token: KV, ACT
+        # A token's KV, and its ACT
+        shapes = (2, model.config.num_key_value_heads, model.config.head_dim), (model.config.hidden_size,)
         self.buffers = [[empty((self.rows, *shape)) for shape in shapes] for _ in range(2)]  # to use, to fill
         # Of the last step: mini-batches, (label, start, end), copies; and copies of the step before it
         self.last, self.marks, self.transfers, self.earlier = [], [], [], []
@@ -434,7 +454,7 @@ class HybridRunner:
             if batch is batches[0]:
                 layer = self.weights.layer(index)
                 layer.rotates = self.model.layers[index].rotates
-            self.weights.fetch(batch.rows_used / total / self.weights.layers_left)
+            self.weights.fetch(batch.rows_used / total * self.weights.shares[index])
             coming = self.bring(*following) if following else None
             kv = self.rebuild(index, layer, *arrival)
             self.compute(index, layer, batch, kv)
@@ -472,8 +492,7 @@ class HybridRunner:
     def rebuild(self, index: int, layer: Layer, batch: MiniBatch, kv, act, act_copy, kv_copy):
         """Complete K and V of the whole context -> the attention buffer `kv`, [rows, 2, KVH, hd]."""
         kvs, acts, host = (batch.context[kind] for kind in (KV_DEVICE, ACT_DEVICE, ACT_HOST))
-        if len(kvs.slots):
-            kv.index_copy_(0, kvs.rows, self.memory[KV_DEVICE][index].index_select(0, kvs.slots))
+        kv.index_copy_(0, kvs.rows, self.memory[KV_DEVICE][index].index_select(0, kvs.slots))
         if len(acts.slots):
             self.project(layer, self.memory[ACT_DEVICE][index], acts.slots, acts, kv)
         if act_copy:
@@ -504,15 +523,13 @@ class HybridRunner:
         batch.hidden = layer(hidden, batch.rotation, attend)  # [T, D]
         self.marks.append(("forward", began, self.clock.mark()))
         for kind, (slots, rows, _, places) in enumerate(batch.new):
-            if not len(slots):
-                continue
             memory, states = self.memory[kind][index], new[0] if kind in (KV_HOST, KV_DEVICE) else hidden
             states = states.index_select(0, rows)  # [n, 2, KVH, hd] or [n, D]
             if kind in (KV_DEVICE, ACT_DEVICE):
                 memory.index_copy_(0, slots, states)
-                continue
-            self.saves.append(self.save_link.copy(memory, states, "store", places))
-            self.transfers.append(self.saves[-1])
+            elif len(slots):
+                self.saves.append(self.save_link.copy(memory, states, "store", places))
+                self.transfers.append(self.saves[-1])
 
     def forget(self):
         """Begin anew: wait until all copies are over, and use nothing of them."""
@@ -564,7 +581,7 @@ def ready(runner: HybridRunner, contexts: list[int]) -> paged.Engine:
 def measure(planner: Planner, model: Llama, bandwidth, contexts: list[int], rows=8192) -> Planner:
     """Measure a few decode steps -> `planner` with their costs. Raises ModelError."""
     engine, samples = ready(make_runner(planner, model, bandwidth, rows), contexts), []
-    for _ in range(5):
+    for _ in range(8):
         engine.step()
         if engine.failures:
             words = "A decode step, to measure, has failed; choose fewer --blocks or a smaller --mini-batch."
@@ -706,8 +723,7 @@ def time_policies(planner: Planner, model: Llama, bandwidth, f: float | None) ->
         f"  hybrid: {hybrid / kv:.2f}x kv-only and {hybrid / act:.2f}x act-only, "
         f"with {rows[0]['act']:.0%} of the blocks ACT: {why}"
     )
-    timeline = taken["hybrid"][-1][1]
-    print(charts.chart(timeline))
+    print(charts.chart(timeline := taken["hybrid"][-1][1]))
     return rows, link, timeline
 
 

@@ -91,9 +91,9 @@ def runners_of(planner, model, bandwidth, *others: str) -> dict:
 
 
 def bounds(planner, runners: dict, costs: dict) -> dict[str, float]:
-    """-> the slower lane of each policy's plan in a decode step, with the costs of steps that were formed in one way."""
+    """-> the estimated seconds of each policy's decode step, with the costs of steps that were formed in one way."""
     planner = planner.after([cost for policy in hybrid.POLICIES[:3] for cost in costs[policy]])
-    return {policy: max(planner.lanes(runners[policy].plan)) for policy in hybrid.POLICIES}
+    return {policy: planner.seconds(runners[policy].plan) for policy in hybrid.POLICIES}
 
 
 # 2. Decode steps --------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def answer(engine, prompts: list[list[int]], new: int) -> dict:
 
 
 def whole(model, arguments, batch: int = 16, context: int = 128, new: int = 12, f: float = 1.25):
-    """`allowed`: with the least prefill of all, since they compute the same in it, and as many steps of the slower lane."""
+    """`allowed`: with the least prefill of all, since they compute the same in it, and as many steps."""
     planner, bandwidth, f = planner_for(f, model, batch * [context + new // 2])
     runners = runners_of(planner, model, bandwidth, "naive")
     engines = {name: hybrid.paged.Engine(runner, None, batch * context, batch) for name, runner in runners.items()}
