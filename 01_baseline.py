@@ -26,7 +26,7 @@ from contextlib import contextmanager
 import torch
 
 from common.llama import attention, causal_mask, upload
-from common.requests import Line, Request
+from common.requests import Request, RequestQueue
 from common.timeline import Clock
 from shell import charts, checkpoint, lesson
 from shell.frontend import Frontend
@@ -51,7 +51,7 @@ def generate(model, request: Request, chunk: int = PREFILL, kv_cache: bool = Tru
 
         # 4. Decode: one token in, the next logits out
         if kv_cache:
-            with noted(request, clock, "decode"):
+            with recorded(request, clock, "decode"):
                 logits = forward(model, cache, request.tokens[-1:], len(request.tokens) - 1)  # [V]
         else:  # life without a cache: read everything again for each token
             logits = prefill(model, cache, request, chunk, clock)  # [V]
@@ -61,13 +61,13 @@ def prefill(model, cache: "KVCache", request: Request, chunk: int, clock: Clock)
     """Compute all tokens of the request -> logits [V] after the last."""
     for start in range(0, len(request.tokens), chunk):
         tokens = request.tokens[start : start + chunk]
-        with noted(request, clock, f"prefill {len(tokens)}"):
+        with recorded(request, clock, f"prefill {len(tokens)}"):
             logits = forward(model, cache, tokens, start)
     return logits
 
 
 @contextmanager
-def noted(request: Request, clock: Clock, label: str):
+def recorded(request: Request, clock: Clock, label: str):
     """Note in the timeline what is computed inside."""
     began = clock.mark()
     yield
@@ -115,7 +115,7 @@ class KVCache:
 
 # 3. One request after another ------------------------------------------------------------------
 
-class Engine(Line):
+class Engine(RequestQueue):
     """Answers the first in line; the others wait."""
 
     def __init__(self, model, chunk: int = PREFILL, kv_cache: bool = True):
@@ -131,7 +131,7 @@ class Engine(Line):
         if self.running:
             (request,) = self.running
             self.counts["steps"] += 1
-            self.tell("compute", [request], 1 if request.new else request.prompt_tokens)
+            self.log_event("compute", [request], 1 if request.new else request.prompt_tokens)
             with self.contain(request):
                 next(self.tokens)
                 if request.finish_reason:

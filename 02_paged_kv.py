@@ -14,7 +14,7 @@ begin with the same prefixes points at the blocks that hold them. When no table 
 it stays cached until the pool needs it. In every step one forward pass serves all running requests: one token
 for each that decodes, and portions of prefill for the rest of the budget.
 
-The later chapters are this engine with something in the place of `Nothing`: what lies behind the device.
+The later chapters are this engine with something in the place of `NoLowerTier`: what lies behind the device.
 
 Sources: PagedAttention (Kwon et al., SOSP '23, section 4); Orca (Yu et al., OSDI '22, section 3) for batching
 by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for prefill under a token budget.
@@ -38,8 +38,8 @@ from itertools import takewhile
 import torch
 
 from common.llama import attention, causal_mask, upload
-from common.prefixes import Prefix, Prefixes
-from common.requests import Interrupted, Line, Request
+from common.prefixes import BlockKey, BlockKeys
+from common.requests import Interrupted, Request, RequestQueue
 from common.sampling import likeliest, sample
 from common.timeline import Clock
 from shell import charts, lesson
@@ -47,7 +47,7 @@ from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
 # Longer contexts (bytes of a layer's K and V) get their own attention call; padding others to them costs more
-ALONE = {"cpu": 1 << 20, "cuda": 1 << 24}
+PAD_LIMIT = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 # 1. Blocks -------------------------------------------------------------------------------------
 
@@ -67,11 +67,11 @@ class BlockPool:
         self.references = [0] * blocks
         self.free = bytearray(b"\1" * blocks)  # 1: free. As bytes, so that a run is found fast
         self.cached: dict[int, None] = {}
-        self.by_use: list[tuple[int, int]] = []  # a heap of (use, block), checked when popped
-        self.prefix_of: list[Prefix | None] = [None] * blocks
-        self.block_of: dict[Prefix, int] = {}
-        self.evicting = lambda lost: None  # called with a list of (block, prefix), about to be lost
-        self.next = 0  # where the search for a run begins
+        self.eviction_heap: list[tuple[int, int]] = []  # a heap of (use, block), checked when popped
+        self.key_of: list[BlockKey | None] = [None] * blocks
+        self.block_of: dict[BlockKey, int] = {}
+        self.on_evict = lambda lost: None  # called with a list of (block, prefix), about to be lost
+        self.search_start = 0  # where the search for a run begins
         self.evictions = 0
 
     @property
@@ -103,35 +103,35 @@ class BlockPool:
     def make_room(self, count: int, own=(), used: int = 0) -> int:
         """Evict the least recently used blocks until `count` are free; stop at the first in `own` (a chain
         never evicts its own end), or that was used later than `used` -> how many of `count` are free."""
-        victims, lacking = {}, count - self.free.count(1)
-        while len(victims) < lacking and self.by_use:
-            use, block = heapq.heappop(self.by_use)
+        victims, shortfall = {}, count - self.free.count(1)
+        while len(victims) < shortfall and self.eviction_heap:
+            use, block = heapq.heappop(self.eviction_heap)
             if block not in self.cached or block in victims:
                 continue
-            prefix = self.prefix_of[block]
-            if prefix.used > use:  # later than it was queued
-                self.queue(block)
-            elif prefix in own or use > used > 0:
-                self.queue(block)
+            block_key = self.key_of[block]
+            if block_key.used > use:  # later than it was queued
+                self.queue_eviction(block)
+            elif block_key in own or use > used > 0:
+                self.queue_eviction(block)
                 break
             else:
                 victims[block] = None
         self.evict(list(victims))
         return min(count, self.free.count(1))
 
-    def queue(self, block: int):
+    def queue_eviction(self, block: int):
         """Queue a cached block for eviction, by the last use of its prefix."""
-        heapq.heappush(self.by_use, (self.prefix_of[block].used, block))
-        if len(self.by_use) > 4 * self.size:  # most entries are duplicates
-            self.by_use = sorted((self.prefix_of[cached].used, cached) for cached in self.cached)
+        heapq.heappush(self.eviction_heap, (self.key_of[block].used, block))
+        if len(self.eviction_heap) > 4 * self.size:  # most entries are duplicates
+            self.eviction_heap = sorted((self.key_of[cached].used, cached) for cached in self.cached)
 
     def find_free(self, count: int, after: int | None, room: int) -> list[int]:
         """`count` free blocks, in one run if there is one: after `after`, or where the run has `room`."""
         if after is not None and self.free.startswith(b"\1" * count, after + 1):
             return list(range(after + 1, after + 1 + count))
-        for length, start in (room, self.next), (room, 0), (count, 0):
+        for length, start in (room, self.search_start), (room, 0), (count, 0):
             if (at := self.free.find(b"\1" * length, start)) >= 0:
-                self.next = at + length  # what is left of the run is for this one to grow
+                self.search_start = at + length  # what is left of the run is for this one to grow
                 return list(range(at, at + count))
         return [block for block, free in enumerate(self.free) if free][:count]
 
@@ -146,29 +146,29 @@ class BlockPool:
         for block in blocks:
             self.references[block] -= 1
             if self.references[block] == 0:
-                if self.prefix_of[block] is None:
+                if self.key_of[block] is None:
                     self.free[block] = 1
                 else:
                     self.cached[block] = None
-                    self.queue(block)
+                    self.queue_eviction(block)
 
-    def register(self, block: int, prefix: Prefix):
-        """`block` holds `prefix` from now on, unless another block does already."""
-        if self.block_of.setdefault(prefix, block) == block:
-            self.prefix_of[block] = prefix
+    def register(self, block: int, block_key: BlockKey):
+        """`block` holds `block_key` from now on, unless another block does already."""
+        if self.block_of.setdefault(block_key, block) == block:
+            self.key_of[block] = block_key
 
-    def find(self, chain: list[Prefix]) -> list[int]:
+    def find(self, chain: list[BlockKey]) -> list[int]:
         """The blocks that hold the beginning of `chain`, up to the first gap."""
-        return [self.block_of[prefix] for prefix in takewhile(self.block_of.__contains__, chain)]
+        return [self.block_of[block_key] for block_key in takewhile(self.block_of.__contains__, chain)]
 
     def evict(self, blocks: list[int]):
         """Make cached blocks free."""
-        lost = [(block, self.prefix_of[block]) for block in blocks]
-        for block, prefix in lost:
-            del self.cached[block], self.block_of[prefix]
-            self.prefix_of[block] = None
+        lost = [(block, self.key_of[block]) for block in blocks]
+        for block, block_key in lost:
+            del self.cached[block], self.block_of[block_key]
+            self.key_of[block] = None
         self.evictions += len(lost)
-        self.evicting(lost)
+        self.on_evict(lost)
         for block in blocks:
             self.free[block] = 1
 
@@ -184,9 +184,9 @@ class Batch:
         """`work`: requests, and how many of their next tokens to compute."""
         self.pool, device = pool, pool.memory.device
         self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].next))  # first those of one token
-        most = ALONE[device.type] * len(pool.memory) * pool.block_size // pool.block_bytes  # tokens
+        most = PAD_LIMIT[device.type] * len(pool.memory) * pool.block_size // pool.block_bytes  # tokens
         short = sum(count == 1 and request.next < most for request, count in self.work)
-        together = short if short > 1 else 0  # requests whose contexts are read together
+        num_padded = short if short > 1 else 0  # requests whose contexts are read together
         tokens, positions, slots, last = [], [], [], []
         for request, count in self.work:
             own = range(request.next, request.next + count)
@@ -196,22 +196,22 @@ class Batch:
             if count == request.pending:
                 last.append(len(positions) - 1)
         tables = [request.table[: pool.num_blocks(request.next + count)] for request, count in self.work]
-        longest = max(map(len, tables[:together]), default=0)
-        for table in tables[:together]:
+        longest = max(map(len, tables[:num_padded]), default=0)
+        for table in tables[:num_padded]:
             table += table[:1] * (longest - len(table))
         lists = [tokens, positions, slots, last, *tables]  # in one upload: on a GPU each costs the host 10 us
         flat = list(itertools.chain.from_iterable(lists))
         numbers = upload(flat, device).split_with_sizes([*map(len, lists)])
         self.tokens, self.positions, self.slots, self.last_rows = numbers[:4]  # [T], and [R] to draw from
-        self.reads = self.plan_reads(together, tables, numbers[4:])
+        self.reads = self.plan_reads(num_padded, tables, numbers[4:])
 
-    def plan_reads(self, together: int, tables: list[list[int]], uploaded: tuple[torch.Tensor, ...]):
-        """-> (rows, slots, mask) of each read: one for the first `together` requests, one for each other.
+    def plan_reads(self, num_padded: int, tables: list[list[int]], uploaded: tuple[torch.Tensor, ...]):
+        """-> (rows, slots, mask) of each read: one for the first `num_padded` requests, one for each other.
         `tables`: of each request, on the host and on the device. Slots are a slice if blocks are adjacent."""
-        pool, row, reads = self.pool, together, []
-        if together:
+        pool, row, reads = self.pool, num_padded, []
+        if num_padded:
             reads.append((slice(0, row), *self.read_padded(torch.stack(uploaded[:row]))))
-        for (request, count), table, there in list(zip(self.work, tables, uploaded))[together:]:
+        for (request, count), table, there in list(zip(self.work, tables, uploaded))[num_padded:]:
             first, end = table[0] * pool.block_size, request.next + count
             adjacent = table == list(range(table[0], table[0] + len(table)))
             slots = slice(first, first + end) if adjacent else pool.slots(there)[:end]  # else [S]
@@ -224,8 +224,8 @@ class Batch:
         """Block tables [B, blocks] of requests that compute a token each -> slots [B, S] and mask
         [B, 1, 1, S]. Padding points at a written slot: a masked NaN would still poison the sum."""
         slots = self.pool.slots(tables)[:, : self.work[len(tables) - 1][0].next + 1]  # [B, S]
-        behind = torch.arange(slots.shape[1], device=slots.device) > self.positions[: len(tables), None]
-        mask = torch.zeros_like(behind, dtype=self.pool.memory.dtype).masked_fill_(behind, -math.inf)
+        is_future = torch.arange(slots.shape[1], device=slots.device) > self.positions[: len(tables), None]
+        mask = torch.zeros_like(is_future, dtype=self.pool.memory.dtype).masked_fill_(is_future, -math.inf)
         return slots.where(mask == 0, slots[:, :1]), mask[:, None, None]
 
     def attend(self, layer: int):
@@ -283,7 +283,7 @@ class Runner:
 
 # 4. What lies behind the device ----------------------------------------------------------------
 
-class Nothing:
+class NoLowerTier:
     """What lies behind the device: here, nothing. Chapter 03 puts a Restorer in its place. The engine calls
     these verbs in the order of a step."""
 
@@ -293,8 +293,8 @@ class Nothing:
     def submitted(self, request): ...  # it stands in line, maybe again: bring nearer what it needs
     def poll(self): ...  # a step begins: release what is over
     def waits(self, request): ...  # -> whether it stays in line: what it lacks is on its way nearer
-    def begin(self, request): ...  # it has got blocks: begin to bring back what they lack
-    def resume(self, running): return running  # go on with that -> those to compute in this step
+    def start_restoration(self, request): ...  # it has got blocks: begin to bring back what they lack
+    def resume_restorations(self, running): return running  # go on with that -> those to compute in this step
     def before_layer(self, index, hidden, batch): ...  # in the pass: wait for what it reads; see its input
     def after_pass(self, batch, began, ended): return ()  # keep what it has computed -> when it waited
     def finished(self, request): ...  # it is over, cancelled or preempted: forget it
@@ -303,22 +303,22 @@ class Nothing:
 
 # 5. The engine ---------------------------------------------------------------------------------
 
-class Engine(Line):
+class Engine(RequestQueue):
     """Answers many requests at once."""
 
-    def __init__(self, runner, behind=None, token_budget=512, max_running=64):
-        """`behind`: what lies behind the device, with the verbs of `Nothing`."""
-        self.runner, self.behind = runner, behind or Nothing()
+    def __init__(self, runner, lower_tier=None, token_budget=512, max_running=64):
+        """`lower_tier`: what lies behind the device, with the verbs of `NoLowerTier`."""
+        self.runner, self.lower_tier = runner, lower_tier or NoLowerTier()
         self.model, self.pool = runner.model, runner.pool
         super().__init__(capacity=self.pool.size * self.pool.block_size)
         self.token_budget, self.max_running = token_budget, max_running
         self.clock = Clock(self.model.device)
-        self.prefixes = Prefixes(f"{self.model.digest.hex()} {self.model.dtype} kv", self.pool.block_size)
-        self.filling: dict[Prefix, Request] = {}  # contents that a running request is about to have
+        self.block_keys = BlockKeys(f"{self.model.digest.hex()} {self.model.dtype} kv", self.pool.block_size)
+        self.filling: dict[BlockKey, Request] = {}  # contents that a running request is about to have
         self.work: list[tuple[Request, int]] = []  # of the step under way: requests, and how many tokens
         salt = (lambda v: isinstance(v, str) and len(v) <= 256), "a string of at most 256 characters"
         self.fields, self.pools = {"cache_salt": salt}, {"device": self.pool}
-        self.behind.attach(self)
+        self.lower_tier.attach(self)
 
     def step(self):
         """One step for all requests: poll, admit, restore, schedule, compute, save."""
@@ -328,7 +328,7 @@ class Engine(Line):
             self.wake.wait()  # until a request comes
             self.wake.clear()
         self.take_arrivals()
-        self.behind.poll()
+        self.lower_tier.poll()
         before = len(self.running)
         for request in list(self.waiting):
             with self.contain(request):
@@ -336,8 +336,8 @@ class Engine(Line):
                     break
         for request in self.running[before:]:
             with self.contain(request):
-                self.behind.begin(request)
-        self.work = self.schedule(self.behind.resume(self.running))
+                self.lower_tier.start_restoration(request)
+        self.work = self.schedule(self.lower_tier.resume_restorations(self.running))
         if self.work:
             self.compute()
         elif self.busy:
@@ -345,12 +345,12 @@ class Engine(Line):
 
     @property
     def busy(self) -> bool:
-        return super().busy or self.behind.busy
+        return super().busy or self.lower_tier.busy
 
     def enqueue(self, request: Request):
-        self.prefixes.use(self.extend(request))
+        self.block_keys.use(self.extend(request))
         super().enqueue(request)
-        self.behind.submitted(request)
+        self.lower_tier.submitted(request)
 
     # Admitting
 
@@ -374,28 +374,29 @@ class Engine(Line):
         if empty + len(self.running) > pool.available - unreferenced:
             return False
 
-        # 3. Is what it lacks on its way nearer? (Whether that is brought back is decided by `begin`)
+        # 3. Is what it lacks on its way nearer? (`start_restoration` decides whether to load it)
         request.computed = len(hits) * pool.block_size
-        if self.behind.waits(request):
+        if self.lower_tier.waits(request):
             return True
 
         # 4. Let it run
-        self.prefixes.use(chain)
+        self.block_keys.use(chain)
         pool.share(hits)
         room = pool.num_blocks(request.prompt_tokens + request.max_tokens) - len(hits)
         blocks = pool.allocate(empty, hits[-1] if hits else None, room)
         request.table, request.registered = hits + blocks, len(hits)
         if not request.readmitted:  # which would count its own work as a hit
             request.found = {"gpu": request.computed} if hits else {}
-        for prefix in chain[len(hits) :]:
-            self.filling.setdefault(prefix, request)
+        for block_key in chain[len(hits) :]:
+            self.filling.setdefault(block_key, request)
         self.waiting.remove(request)
         self.running.append(request)
-        self.tell("admit", [request], len(request.tokens), len(request.table), f"{len(hits)} blocks found")
+        words = f"{len(hits)} blocks found"
+        self.log_event("admit", [request], len(request.tokens), len(request.table), words)
         return True
 
-    def extend(self, request: Request) -> list[Prefix]:
-        return self.prefixes.extend(request.chain, request.tokens, request.options.get("cache_salt", ""))
+    def extend(self, request: Request) -> list[BlockKey]:
+        return self.block_keys.extend(request.chain, request.tokens, request.options.get("cache_salt", ""))
 
     # Scheduling
 
@@ -411,7 +412,7 @@ class Engine(Line):
             if full and (short or not self.append_block(request)):
                 short = True
                 continue
-            if count := min(request.reach - request.next, budget):
+            if count := min(request.compute_end - request.next, budget):
                 work.append((request, count))
                 budget -= count
         return work
@@ -430,12 +431,12 @@ class Engine(Line):
 
     def requeue(self, request: Request):
         """Back to the head of the line, without blocks; those that it has registered are found again."""
-        self.tell("requeue", [request], 0, len(request.table))
+        self.log_event("requeue", [request], 0, len(request.table))
         self.release(request)
         request.readmitted = True
         self.waiting.appendleft(request)
         self.wake.set()  # if nobody can compute, this one is admitted at once
-        self.behind.submitted(request)
+        self.lower_tier.submitted(request)
 
     # Computing
 
@@ -443,7 +444,7 @@ class Engine(Line):
         """Run the forward pass of a step. If it raises, no request has moved on: it is run again."""
         began = self.clock.mark()
         try:
-            batch, logits = self.runner.forward(self.work, self.behind.before_layer)
+            batch, logits = self.runner.forward(self.work, self.lower_tier.before_layer)
             requests = [request for request, count in batch.work if count == request.pending]  # a row each
             tokens = likeliest(logits)  # [R]
         except Interrupted:
@@ -457,16 +458,16 @@ class Engine(Line):
             ended = [request for request, token in zip(requests, tokens) if token == -1]
             return self.answer(ended, [-1] * len(ended))
         self.counts["steps"] += 1
-        self.note(batch, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
+        self.record_step(batch, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
         self.answer(requests, sample(requests, logits, tokens))
 
-    def note(self, batch: Batch, began: float, ended: float):
+    def record_step(self, batch: Batch, began: float, ended: float):
         """Note what a step has computed: in the index of prefixes, behind the device, in the timelines."""
-        self.tell("compute", [request for request, _ in batch.work], sum(count for _, count in batch.work))
+        self.log_event("compute", [one for one, _ in batch.work], sum(count for _, count in batch.work))
         for request, count in batch.work:
             request.computed = request.next + count
             self.register(request)
-        waits = self.behind.after_pass(batch, began, ended)
+        waits = self.lower_tier.after_pass(batch, began, ended)
         for request, count in batch.work:
             decoded = request.new and count == 1 and request.computed == len(request.tokens)
             request.timeline.add("compute", "decode" if decoded else f"prefill {count}", began, ended, waits)
@@ -476,7 +477,7 @@ class Engine(Line):
         full = request.computed // self.pool.block_size
         chain = self.extend(request)
         if full > request.registered:
-            self.prefixes.use(chain)
+            self.block_keys.use(chain)
         for index in range(request.registered, full):
             self.pool.register(request.table[index], chain[index])
             if self.filling.get(chain[index]) is request:
@@ -487,23 +488,23 @@ class Engine(Line):
 
     def finish(self, request: Request, error: Exception | None = None):
         if request in self.waiting:
-            self.behind.finished(request)
+            self.lower_tier.finished(request)
         super().finish(request, error)
 
     def release(self, request: Request):
         """Take its blocks back. Registered ones stay cached; copies under way keep their own references."""
         self.running.remove(request)
         try:
-            self.behind.finished(request)
+            self.lower_tier.finished(request)
         finally:  # even if that raises
-            for prefix in request.chain[request.registered :]:
-                if self.filling.get(prefix) is request:
-                    del self.filling[prefix]
+            for block_key in request.chain[request.registered :]:
+                if self.filling.get(block_key) is request:
+                    del self.filling[block_key]
             self.pool.release(request.table)
             request.table, request.computed = [], 0
 
     def close(self):
-        self.behind.close()
+        self.lower_tier.close()
 
 
 # 6. The demo -----------------------------------------------------------------------------------
@@ -576,14 +577,14 @@ def add_arguments(parser):
     add("--max-running", type=number(1 << 12), metavar="N", default=64, help="requests that run at once (64)")
 
 
-def make_engine(model, arguments, behind=None) -> Engine:
-    """The engine that the options ask for, with what a later chapter has `behind` the device."""
+def make_engine(model, arguments, lower_tier=None) -> Engine:
+    """The engine that the options ask for, with a later chapter's Restorer as `lower_tier`."""
     config, size = model.config, arguments.block_size
     useful = arguments.max_running * -(-config.max_position_embeddings // size)
     block_bytes = size * config.kv_numbers_per_token * model.dtype.itemsize
     blocks = cli.blocks_that_fit(arguments.gpu_blocks, useful, block_bytes, model.device, "--gpu-blocks")
     print(f"Device: {blocks} blocks of {size} tokens, {block_bytes * blocks / 1e6:.1f} MB", file=sys.stderr)
-    engine = Engine(Runner(model, blocks, size), behind, arguments.token_budget, arguments.max_running)
+    engine = Engine(Runner(model, blocks, size), lower_tier, arguments.token_budget, arguments.max_running)
     engine.explain = arguments.explain
     return engine
 

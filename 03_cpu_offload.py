@@ -64,7 +64,7 @@ class HostCache(Cache):
         self.blocks, self.bandwidth = blocks, bandwidth
         self.saving: dict = {}  # prefix on its way out -> host block
         self.looked_at: dict = {}  # request -> leading blocks that `save` has looked at
-        self.owed: dict = {}  # request, maybe over -> prefixes of blocks still to be copied out; oldest first
+        self.pending_saves: dict = {}  # request, maybe over -> keys of blocks to copy out; oldest first
 
     # The five verbs
 
@@ -98,13 +98,14 @@ class HostCache(Cache):
         for request, _ in batch.work:
             first, end = self.looked_at.get(request, 0), request.registered
             if first < end and request.options.get("offload_after", True):
-                self.owed[request] = (self.owed.pop(request, []) if first else []) + request.chain[first:end]
+                unsaved = self.pending_saves.pop(request, []) if first else []
+                self.pending_saves[request] = unsaved + request.chain[first:end]
                 self.looked_at[request] = end
-        self.save_owed()
+        self.save_pending()
 
     def poll(self):
         super().poll()
-        self.save_owed()
+        self.save_pending()
 
     def close(self):
         self.close_each(self.load_link, self.save_link)
@@ -114,79 +115,81 @@ class HostCache(Cache):
     def host_memory(self, shape):
         return links.host_memory(shape, self.pool.memory.dtype, self.pool.memory.device, "The host pool")
 
-    def copy_in(self, request, start: int, places: list[int]) -> list[links.Transfer]:
+    def copy_in(self, request, start: int, host_blocks: list[int]) -> list[links.Transfer]:
         """Begin to copy host blocks into the request's, from token `start` on -> a Transfer a layer."""
-        table = self.blocks_of(request, start, len(places))
-        blocks, transfers = links.Places(table, places, apart=True), []
+        table = self.blocks_of(request, start, len(host_blocks))
+        blocks, transfers = links.BlockPairs(table, host_blocks, apart=True), []
         for layer, (device, host) in enumerate(zip(self.pool.memory, self.host.memory)):
             device = device.transpose(0, 1)  # as on the host: [blocks, 2, block_size, KVH, hd]
             transfers.append(self.load_link.copy(device, host, f"layer {layer}", blocks))
-        self.hold("load", transfers, (self.pool, table), (self.host, places))
+        self.hold("load", transfers, (self.pool, table), (self.host, host_blocks))
         self.counts["swap_ins"] += len(table)
         self.counts["bytes_in"] += sum(transfer.bytes for transfer in transfers)
         return transfers
 
-    def keeps(self, prefix) -> bool:
-        return prefix in self.host.block_of or prefix in self.saving
+    def has_block(self, block_key) -> bool:
+        return block_key in self.host.block_of or block_key in self.saving
 
-    def save_owed(self):
+    def save_pending(self):
         """Copy out what is owed, the latest request's first, as far as there is room. The rest stays owed,
         also after its request is over, until the device loses it; then what follows it is not owed either."""
         there, room = self.pool.block_of, True
-        for request, owed in reversed([*self.owed.items()]):
-            if owed and owed[0] in there and (self.behind_gap(owed[0]) or not room):
+        for request, unsaved in reversed([*self.pending_saves.items()]):
+            if unsaved and unsaved[0] in there and (self.after_gap(unsaved[0]) or not room):
                 continue
-            owed = [one for one in itertools.takewhile(there.__contains__, owed) if not self.keeps(one)]
-            fits = self.save_blocks(request, owed)
-            room = room and fits == len(owed)
-            self.owed[request] = owed[fits:]
-            if fits == len(owed):
-                del self.owed[request]
+            present = itertools.takewhile(there.__contains__, unsaved)
+            unsaved = [one for one in present if not self.has_block(one)]
+            fits = self.save_blocks(request, unsaved)
+            room = room and fits == len(unsaved)
+            self.pending_saves[request] = unsaved[fits:]
+            if fits == len(unsaved):
+                del self.pending_saves[request]
 
-    def behind_gap(self, prefix) -> bool:
+    def after_gap(self, block_key) -> bool:
         """Whether the host lacks what comes before."""
-        return prefix.parent is not None and not self.keeps(prefix.parent)
+        return block_key.parent is not None and not self.has_block(block_key.parent)
 
-    def save_blocks(self, request, prefixes: list) -> int:
+    def save_blocks(self, request, block_keys: list) -> int:
         """Begin to copy out blocks, as far as there is room, and time -> how many."""
         size, link = self.host.block_bytes, self.save_link
-        if link.seconds(len(prefixes) * size) >= self.longest_save:  # a little says if it still is as slow
-            prefixes = [] if self.under_way["save"] else prefixes[: -(-link.measured_from // size)]
-        if not prefixes:
+        if link.seconds(len(block_keys) * size) >= self.longest_save:  # a little says if it still is as slow
+            block_keys = [] if self.in_flight["save"] else block_keys[: -(-link.measured_from // size)]
+        if not block_keys:
             return 0
         own = request.chain if self.last_tier or request.table else ()  # a running request keeps its end
-        used = prefixes[-1].used if self.last_tier else 0
-        if fits := self.host.make_room(len(prefixes), own, used):
-            prefixes = prefixes[:fits]
-            blocks = [self.pool.block_of[prefix] for prefix in prefixes]
-            places = self.places_for(request, prefixes)
-            transfer = self.copy_out(blocks, places)
-            self.saving.update(zip(prefixes, places))
-            then = partial(self.saved, request, transfer, prefixes, places)
-            self.hold("save", [transfer], (self.pool, blocks), given=[(self.host, places)], then=then)
+        used = block_keys[-1].used if self.last_tier else 0
+        if fits := self.host.make_room(len(block_keys), own, used):
+            block_keys = block_keys[:fits]
+            blocks = [self.pool.block_of[block_key] for block_key in block_keys]
+            host_blocks = self.allocate_host(request, block_keys)
+            transfer = self.copy_out(blocks, host_blocks)
+            self.saving.update(zip(block_keys, host_blocks))
+            then = partial(self.on_saved, request, transfer, block_keys, host_blocks)
+            self.hold("save", [transfer], (self.pool, blocks), given=[(self.host, host_blocks)], then=then)
         return fits
 
-    def places_for(self, request, prefixes) -> list[int]:
+    def allocate_host(self, request, block_keys) -> list[int]:
         """Allocate host blocks, next to the one of what comes before, with room for what will follow."""
-        parent = prefixes[0].parent
+        parent = block_keys[0].parent
         after = self.host.block_of.get(parent, self.saving.get(parent))
         room = self.host.num_blocks(request.prompt_tokens + request.max_tokens)
-        return self.host.allocate(len(prefixes), after, room)
+        return self.host.allocate(len(block_keys), after, room)
 
-    def copy_out(self, blocks: list[int], places: list[int]) -> links.Transfer:
-        """Begin to copy device `blocks` to `places` on the host."""
+    def copy_out(self, blocks: list[int], host_blocks: list[int]) -> links.Transfer:
+        """Begin to copy device `blocks` to `host_blocks` on the host."""
         host, device = self.host.memory.movedim(1, 0), self.pool.memory.movedim(2, 0)  # [blocks, L, 2, ...]
-        transfer = self.save_link.copy(host, device, f"save {len(blocks)}", links.Places(places, blocks))
+        pairs = links.BlockPairs(host_blocks, blocks)
+        transfer = self.save_link.copy(host, device, f"save {len(blocks)}", pairs)
         self.counts["swap_outs"] += len(blocks)
         self.counts["bytes_out"] += transfer.bytes
         return transfer
 
-    def saved(self, request, transfer, prefixes, places, arrived: bool):
+    def on_saved(self, request, transfer, block_keys, host_blocks, arrived: bool):
         """A copy out is over: register what has arrived."""
-        for prefix, place in zip(prefixes, places):
-            del self.saving[prefix]
+        for block_key, host_block in zip(block_keys, host_blocks):
+            del self.saving[block_key]
             if arrived:
-                self.host.register(place, prefix)
+                self.host.register(host_block, block_key)
         request.timeline.add("save", transfer.label, *transfer.span())
 
     def finished(self, request):
@@ -201,10 +204,10 @@ def demo(model, frontend: Frontend, arguments):
     context = lesson.context(model, frontend)
     blocks = arguments.gpu_blocks = arguments.gpu_blocks or -(-(context * 3 // 4) // size)
     engine = make_engine(model, arguments)
-    cache, link = engine.behind.cache, engine.behind.cache.load_link
+    cache, link = engine.lower_tier.cache, engine.lower_tier.cache.load_link
     rng, talks, length = random.Random(0), ([], [], []), context * 5 // 8
-    said = [[secret, lesson.QUESTION] for secret in (lesson.SECRET, "", "")]
-    texts = [lesson.document_for(engine, frontend, rng, length, each, new) for each in said]
+    turns = [[secret, lesson.QUESTION] for secret in (lesson.SECRET, "", "")]
+    texts = [lesson.document_for(engine, frontend, rng, length, each, new) for each in turns]
     asked = [lesson.say(engine, frontend, talk, text, new) for talk, text in zip(talks, texts)]
     back = lesson.say(engine, frontend, talks[0], lesson.QUESTION, new)
     slow = make_engine(model, arguments) if link.modelled else None
@@ -213,7 +216,7 @@ def demo(model, frontend: Frontend, arguments):
     taken = {case: [one.outcome.ttft_ms for one in requests] for case, requests in again.items()}
     verified = lesson.verify(paged.baseline.Engine(model), [*asked, back, *last.values()])
 
-    report = dict(link=lesson.described(link), verified=verified)
+    report = dict(link=lesson.describe_link(link), verified=verified)
     print(f"{blocks} device blocks, and documents of {len(asked[0].chain)} blocks each:")
     rows = [describe("document", request) for request in asked] + [describe("the first goes on", back)]
     print(f"  {lesson.QUESTION} - {back.outcome.text}\n\nThis return (digits: layers; p: prefill, d: decode)")
@@ -242,8 +245,8 @@ def ask_each_tier(engine, slow, prompt: list[int]) -> dict[str, list[Request]]:
     }
     if slow:
         ask(slow)  # which leaves it in host memory
-        lesson.settle(slow)
-        link = slow.behind.cache.load_link
+        lesson.wait_until_idle(slow)
+        link = slow.lower_tier.cache.load_link
         link.bandwidth = modelled_link.Bandwidth(link.bandwidth.value / 100)
         link.measured.forget()
         ways["slow link"] = lambda: ask(slow, evict="device")

@@ -78,7 +78,7 @@ class Piece:
 
     filling: Filling
     block: int
-    prefix: object  # that these rows complete; None: the block is not full yet
+    block_key: object  # that these rows complete; None: the block is not full yet
     rows: list[int]  # which of all noted rows they are
     slots: range  # where they go, in rows of the store
 
@@ -92,7 +92,7 @@ class BlockStore:
         model, size = cache.model, cache.pool.block_size
         self.cache, self.name, self.storage = cache, name, cache.storage
         self.pool = paged.BlockPool(blocks, size)
-        self.pool.evicting = self.evicting
+        self.pool.on_evict = self.on_evict
         self.layers, numbers = [layer for layer, _ in rows], blocks * size * sum(width for _, width in rows)
         memory = links.host_memory([numbers], model.dtype, model.device, "The host pool")
         parts = memory.split([blocks * size * width for _, width in rows])
@@ -103,18 +103,18 @@ class BlockStore:
         self.fillings: dict[Request, Filling] = {}
         self.writing: set = set()  # prefixes on their way to storage
 
-    def find(self, prefixes: list) -> list:
+    def find(self, block_keys: list) -> list:
         """-> the blocks that hold these prefixes up to the first gap: numbers, or where they are Stored."""
-        places, stored = [], False
-        for prefix in prefixes:
-            place = self.pool.block_of.get(prefix)
-            if place is None and self.storage:
-                place, stored = self.find_stored(prefix), True
+        locations, stored = [], False
+        for block_key in block_keys:
+            location = self.pool.block_of.get(block_key)
+            if location is None and self.storage:
+                location, stored = self.find_stored(block_key), True
             # Reading a stored block takes a free host block; do not evict one found above to get it
-            if place is None or stored and len(places) >= self.pool.available:
+            if location is None or stored and len(locations) >= self.pool.available:
                 break
-            places.append(place)
-        return places
+            locations.append(location)
+        return locations
 
     # Filling
 
@@ -131,9 +131,9 @@ class BlockStore:
                 if start % size == 0:
                     self.begin_block(filling, index, fillable)
                 if filling.block is not None:
-                    prefix = request.chain[index] if stop % size == 0 else None
+                    block_key = request.chain[index] if stop % size == 0 else None
                     slot, own = filling.block * size + start % size, indices[start - first : stop - first]
-                    pieces.append(Piece(filling, filling.block, prefix, own, range(slot, slot + len(own))))
+                    pieces.append(Piece(filling, filling.block, block_key, own, range(slot, slot + len(own))))
                     self.pool.share([filling.block])
         return pieces
 
@@ -155,15 +155,15 @@ class BlockStore:
             self.pool.release([filling.block])
         filling.block = None
 
-    def saved(self, pieces: list[Piece], arrived: bool):
+    def on_saved(self, pieces: list[Piece], arrived: bool):
         """In the order of flushes: register complete blocks, unless an earlier row of theirs was lost."""
         if not arrived:
             self.drop(piece.filling for piece in pieces)
         for piece in pieces:
             piece.filling.lost |= not arrived
-            if piece.prefix and not piece.filling.lost:
-                self.register(piece.block, piece.prefix)
-        for request in {piece.filling.request for piece in pieces if piece.prefix}:
+            if piece.block_key and not piece.filling.lost:
+                self.register(piece.block, piece.block_key)
+        for request in {piece.filling.request for piece in pieces if piece.block_key}:
             self.use_stored(request)
 
     def drop(self, fillings):
@@ -181,48 +181,48 @@ class BlockStore:
 
     # Storage
 
-    def key(self, prefix) -> bytes:
-        return hashlib.sha256(prefix.key + self.name.encode()).digest()
+    def digest(self, block_key) -> bytes:
+        return hashlib.sha256(block_key.digest + self.name.encode()).digest()
 
-    def find_stored(self, prefix) -> Stored | None:
-        return self.storage and self.storage.find(self.key(prefix), len(self.parts))
+    def find_stored(self, block_key) -> Stored | None:
+        return self.storage and self.storage.find(self.digest(block_key), len(self.parts))
 
-    def stored(self, places: list) -> list[Stored]:
-        return [place for place in places if isinstance(place, Stored)]
+    def stored(self, locations: list) -> list[Stored]:
+        return [location for location in locations if isinstance(location, Stored)]
 
-    def register(self, block: int, prefix):
+    def register(self, block: int, block_key):
         """Let the block be found, and write it to storage; hold its memory until it is written. A block whose
         parent is not stored is not written: nothing would find it."""
-        self.pool.register(block, prefix)
-        before = prefix.parent
+        self.pool.register(block, block_key)
+        before = block_key.parent
         if self.storage and (before is None or before in self.writing or self.find_stored(before)):
-            if written := self.storage.write(self.key(prefix), [part[block] for part in self.arrays]):
-                self.writing.add(prefix)
-                then = lambda arrived: self.writing.discard(prefix)  # noqa: E731
+            if written := self.storage.write(self.digest(block_key), [part[block] for part in self.arrays]):
+                self.writing.add(block_key)
+                then = lambda arrived: self.writing.discard(block_key)  # noqa: E731
                 self.cache.hold(f"write {block}", [written], (self.pool, [block]), then=then)
 
     def use_stored(self, request):
         """Mark the chain as recently used in storage, too."""
         if self.storage:
-            self.storage.use([self.key(prefix) for prefix in request.chain], len(self.parts))
+            self.storage.use([self.digest(block_key) for block_key in request.chain], len(self.parts))
 
-    def evicting(self, lost: list):
+    def on_evict(self, lost: list):
         """Count blocks that leave host memory and are not in storage."""
         if self.storage:
-            self.cache.counts["blocks_lost"] += sum(not self.find_stored(prefix) for _, prefix in lost)
+            self.cache.counts["blocks_lost"] += sum(not self.find_stored(block_key) for _, block_key in lost)
 
-    def bring(self, prefixes: list, places: list) -> tuple[list[int], dict]:
+    def fetch(self, block_keys: list, locations: list) -> tuple[list[int], dict]:
         """Reference what `find` has found, and read what is stored into host memory, part by part. -> the
         blocks' numbers, and layer -> the reads that must be over before it is copied."""
-        stored, reads = self.stored(places), {layer: [] for layer in self.layers}
-        self.pool.share([place for place in places if isinstance(place, int)])
+        stored, reads = self.stored(locations), {layer: [] for layer in self.layers}
+        self.pool.share([location for location in locations if isinstance(location, int)])
         fresh = self.pool.allocate(len(stored))
         free = iter(fresh)
-        blocks = [next(free) if isinstance(place, Stored) else place for place in places]
+        blocks = [next(free) if isinstance(location, Stored) else location for location in locations]
         if stored:
             for part, (layer, memory) in enumerate(zip(self.layers, self.arrays)):
                 reads[layer] += self.storage.read(stored, [memory[block] for block in fresh], part)
-            new = zip(fresh, [prefix for prefix, place in zip(prefixes, places) if isinstance(place, Stored)])
+            new = zip(fresh, [key for key, found in zip(block_keys, locations) if isinstance(found, Stored)])
             then = lambda arrived: [self.register(*pair) for pair in new if arrived]  # noqa: E731
             self.cache.hold(f"read {fresh[0]}", sum(reads.values(), []), (self.pool, fresh), then=then)
         return blocks, reads
@@ -239,9 +239,9 @@ class Loading:
         self.tokens = end - self.start
         self.rotation = cache.model.rotary(torch.arange(self.start, end, device=device))  # of all layers
         self.slots = pool.slots(upload(request.table, device))[self.start : end]  # [T]
-        prefixes = request.chain[self.start // pool.block_size :]
-        self.blocks, self.reads = cache.store.bring(prefixes, match.blocks)  # in host memory
-        self.places = links.Places(range(len(self.blocks)), self.blocks, apart=True)
+        block_keys = request.chain[self.start // pool.block_size :]
+        self.blocks, self.reads = cache.store.fetch(block_keys, match.blocks)  # in host memory
+        self.pairs = links.BlockPairs(range(len(self.blocks)), self.blocks, apart=True)
         self.landing = {}  # layer -> where its rows land, [n * block size, width]
         self.transfers = {}  # layer -> the Transfer
 
@@ -264,21 +264,21 @@ class HiddenCache(Cache):
         self.load_link.speed()  # a GPU's is measured now
         self.projecting = Speed(math.inf)  # rows of a layer a second
         self.spans = deque()  # (request, rows projected, label, mark, mark): what was computed lately
-        self.forget_steps()
-        self.start_keeping()
+        self.clear_unsent()
+        self.init_store()
 
     @property
     def width(self) -> int:
         """Numbers that are kept of a token's input to a layer."""
         return self.model.config.hidden_size
 
-    def start_keeping(self):
+    def init_store(self):
         """Measured is all: keep the input of every layer but the first, which is the embedding."""
         layers = range(1, len(self.model.layers))
         rows = [(layer, self.width) for layer in layers]
-        self.keep(layers, BlockStore(self, "hidden states", self.blocks, rows))
+        self.use_store(layers, BlockStore(self, "hidden states", self.blocks, rows))
 
-    def keep(self, layers, store: BlockStore):
+    def use_store(self, layers, store: BlockStore):
         """Keep the input of `layers` in `store`."""
         self.layers, self.store, self.pools = layers, store, {"host": store.pool}
         memory = partial(links.host_memory, device=self.model.device, what="The snapshot buffer")
@@ -287,25 +287,25 @@ class HiddenCache(Cache):
         self.ring, self.head, self.free = rows, 0, rows  # its length, the next row's place, unused rows
 
     def match(self, request):
-        if places := self.store.find(self.missing(request)):
-            tokens = self.tokens_in(request, places)
-            source = "disk" if self.store.stored(places) else "cpu"
-            seconds = self.seconds(request.computed, request.computed + tokens, places)
-            return Match(tokens, seconds, places, {source: tokens}, rows=tokens)
+        if locations := self.store.find(self.missing(request)):
+            tokens = self.tokens_in(request, locations)
+            source = "disk" if self.store.stored(locations) else "cpu"
+            seconds = self.seconds(request.computed, request.computed + tokens, locations)
+            return Match(tokens, seconds, locations, {source: tokens}, rows=tokens)
 
-    def seconds(self, start: int, end: int, places: list) -> float:
+    def seconds(self, start: int, end: int, locations: list) -> float:
         """Estimate for a restoration: the slower of loading and projecting, and one layer of the other."""
         depth, size, store = len(self.model.layers), self.store.pool.block_bytes, self.store
         project = depth * self.seconds_to_project(end - start)
-        load = self.load_link.seconds(len(places) * size, len(store.parts))
+        load = self.load_link.seconds(len(locations) * size, len(store.parts))
         if self.storage:
-            load = max(load, self.storage.seconds(store.stored(places), size))
+            load = max(load, self.storage.seconds(store.stored(locations), size))
         return max(load, project) + min(load, project) / depth
 
     def seconds_to_project(self, tokens: int) -> float:
         """Estimate for a layer; before the first projection by its share of prefill."""
-        self.draw_spans()
-        if self.projecting.passes:
+        self.record_spans()
+        if self.projecting.samples:
             return self.projecting.seconds(tokens)
         return self.estimates.computing.seconds(tokens * self.estimates.machine.projecting)
 
@@ -322,28 +322,28 @@ class HiddenCache(Cache):
                     if layer < ahead[0] and not all(read.ready for read in reads):
                         break
                     yield from reads
-                    self.order_layer(loading, ahead.popleft())
+                    self.issue_layer(loading, ahead.popleft())
                 # 2. Bring the next one back, when it is there
-                yield from self.bring_back(loading, layer)
+                yield from self.restore_layer(loading, layer)
                 restoration.layers += 1
         finally:
             links.cancel([*loading.transfers.values(), *sum(loading.reads.values(), [])])
             given = [(self.store.pool, loading.blocks)]
             self.hold("load", list(loading.transfers.values()), given=given)
 
-    def order_layer(self, loading: Loading, layer: int):
+    def issue_layer(self, loading: Loading, layer: int):
         """Order a layer's rows, which land on the device."""
         rows = self.store.parts[self.store.layers.index(layer)]  # [blocks, block size, width]
         shape = len(loading.blocks), *rows.shape[1:]  # [n, block size, width]
         landed = self.load_link.landing(shape, rows.dtype)
         loading.landing[layer] = landed.flatten(0, 1)
-        self.copy_layer(loading, layer, landed, rows, loading.places)
+        self.copy_layer(loading, layer, landed, rows, loading.pairs)
 
-    def copy_layer(self, loading: Loading, layer: int, into, out_of, places=None):
-        loading.transfers[layer] = transfer = self.load_link.copy(into, out_of, f"layer {layer}", places)
+    def copy_layer(self, loading: Loading, layer: int, into, out_of, pairs=None):
+        loading.transfers[layer] = transfer = self.load_link.copy(into, out_of, f"layer {layer}", pairs)
         self.counts["bytes_in"] += transfer.bytes
 
-    def bring_back(self, loading: Loading, layer: int):
+    def restore_layer(self, loading: Loading, layer: int):
         """Yield the transfer of a layer's rows, then project them. Layer 0's are the embedding."""
         request, start, tokens = loading.request, loading.start, loading.tokens
         if layer in loading.transfers:
@@ -364,25 +364,25 @@ class HiddenCache(Cache):
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
 
-    def draw_spans(self):
+    def record_spans(self):
         """Draw what was computed, and note how long projections took."""
         while self.spans:
             request, rows, label, *marks = self.spans.popleft()
             start, end = map(self.engine.clock.seconds, marks)
             request.timeline.add("compute", label, start, end)
             if rows >= FULL_SPEED[self.model.device.type]:  # a few take as long as many
-                self.projecting.note(rows, end - start)
+                self.projecting.record(rows, end - start)
 
     # Keeping
 
     def save_layer(self, layer, hidden, batch):
         if layer == 0:
-            self.step = []  # a step that was interrupted is computed again
+            self.inputs = []  # a step that was interrupted is computed again
         if layer in self.layers:
-            self.step.append(hidden)
+            self.inputs.append(hidden)
 
-    def forget_steps(self):
-        self.steps, self.rows, self.count = [], {}, 0
+    def clear_unsent(self):
+        self.unsent, self.rows, self.count = [], {}, 0
 
     def save(self, batch):
         """Note a step's states, [T, D] a layer. `flush` sends them when they are many, or a request ends."""
@@ -390,26 +390,26 @@ class HiddenCache(Cache):
             _, indices = self.rows.setdefault(request, (request.computed - count, []))
             indices += range(self.count, self.count + count)
             self.count += count
-        self.steps.append(None)
+        self.unsent.append(None)
         with suppress(RuntimeError):  # no device memory is left for a copy: see `flush`
-            self.steps[-1] = self.step_states(batch)
+            self.unsent[-1] = self.step_states(batch)
         if self.count * self.store.row_bytes >= SNAPSHOT or self.count >= self.engine.token_budget:
             self.flush()
 
     def step_states(self, batch) -> list:
         """-> the step's states, [T, D] a layer; on a GPU copies: the next pass overwrites the inputs."""
         on_gpu = self.model.device.type == "cuda"
-        return list(torch.stack(self.step)) if on_gpu and self.step else self.step
+        return list(torch.stack(self.inputs)) if on_gpu and self.inputs else self.inputs
 
     def flush(self):
         """Stage one: the noted rows leave in one transfer. Stage two: a thread waits for it."""
-        rows, steps, count = self.rows, self.steps, self.count
-        self.forget_steps()
+        rows, unsent, count = self.rows, self.unsent, self.count
+        self.clear_unsent()
         pieces, states = self.store.fill(rows), None
         touched = [piece.block for piece in pieces]
-        if pieces and count <= self.free and None not in steps:
+        if pieces and count <= self.free and None not in unsent:
             with suppress(RuntimeError):  # no device memory is left to put steps together
-                states = self.rows_to_keep(steps)
+                states = self.rows_to_keep(unsent)
         if states is None:
             self.store.drop(piece.filling for piece in pieces)
             return self.store.pool.release(touched)
@@ -422,17 +422,17 @@ class HiddenCache(Cache):
         self.hold("save", [job], given=[(self.store.pool, touched)], then=then)
         self.head, self.free = (self.head + count) % self.ring, self.free - count
 
-    def rows_to_keep(self, steps: list) -> list:
+    def rows_to_keep(self, unsent: list) -> list:
         """-> what is kept of these steps, [rows, width] for each part."""
-        return [pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in zip(*steps)]
+        return [pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in zip(*unsent)]
 
     def take_snapshot(self, states: list):
         """Begin to copy rows to the snapshot buffer."""
         left, into, out_of = self.ring - self.head, [], []
         for snapshot, rows in zip(self.snapshot, states, strict=True):
-            for piece, place in (rows[:left], self.head), (rows[left:], 0):
+            for piece, row in (rows[:left], self.head), (rows[left:], 0):
                 if len(piece):
-                    into.append(snapshot[place : place + len(piece)])
+                    into.append(snapshot[row : row + len(piece)])
                     out_of.append(piece)
         transfer = self.save_link.copy(into, out_of, "states")
         self.counts["bytes_out"] += transfer.bytes
@@ -447,12 +447,12 @@ class HiddenCache(Cache):
     def on_saved(self, transfer, pieces: list[Piece], count: int, arrived: bool):
         """Stage two is over, for `count` rows of the snapshot buffer."""
         self.free += count
-        self.store.saved(pieces, arrived)
+        self.store.on_saved(pieces, arrived)
         for request in {piece.filling.request for piece in pieces}:
             request.timeline.add("save", "states", *transfer.span())
 
     def finished(self, request):
-        self.draw_spans()
+        self.record_spans()
         if request in self.rows:
             self.flush()
         self.store.finished(request)
@@ -470,12 +470,12 @@ def demo(model, frontend: Frontend, arguments):
     # 1. Ask: the device loses everything between two turns
     arguments.always_restore = True
     engine, new = make_engine(model, arguments), max(2, min(arguments.max_tokens, 16))
-    length, said = lesson.context(model, frontend) // 2, [lesson.SECRET, *lesson.TURNS[1:]]
-    asked = lesson.converse(engine, frontend, length, said, new)
+    length, turns = lesson.context(model, frontend) // 2, [lesson.SECRET, *lesson.TURNS[1:]]
+    asked = lesson.converse(engine, frontend, length, turns, new)
     verified = lesson.verify(paged.baseline.Engine(model), asked)
 
     # 2. Show
-    report = dict(link=lesson.described(engine.behind.cache.load_link), verified=verified)
+    report = dict(link=lesson.describe_link(engine.lower_tier.cache.load_link), verified=verified)
     states, kv = bytes_per_token(model), model.config.kv_numbers_per_token * model.dtype.itemsize
     print(f"A token takes {states} bytes as hidden states and {kv} as K and V.")
     if states >= kv:

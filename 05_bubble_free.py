@@ -162,7 +162,7 @@ class PlannedCache(hidden_states.HiddenCache):
         super().__init__(blocks, bandwidth, storage)
         self.asked = plan
 
-    def start_keeping(self):
+    def init_store(self):
         """Plan, and keep the states of H, then K and V of K."""
         self.kv = self.pool.memory.flatten(4)  # [L, 2, blocks, block size, KVH * hd]
         self.letters = letters = self.choose_plan()
@@ -172,7 +172,7 @@ class PlannedCache(hidden_states.HiddenCache):
         numbers = sum(width for _, width in rows) * self.model.dtype.itemsize  # bytes of a token
         blocks = self.blocks * hidden_states.bytes_per_token(self.model) // numbers
         store = hidden_states.BlockStore(self, letters, blocks, rows)
-        self.keep([layer for layer, letter in enumerate(letters) if letter == "H"], store)
+        self.use_store([layer for layer, letter in enumerate(letters) if letter == "H"], store)
 
     # Planning
 
@@ -206,7 +206,7 @@ class PlannedCache(hidden_states.HiddenCache):
     def plan_key(self, letters: str) -> bytes:
         """-> the key of a value without contents: a directory has blocks by this plan."""
         name = f" {self.pool.block_size} {letters}"
-        return hashlib.sha256(self.engine.prefixes.namespace + name.encode()).digest()
+        return hashlib.sha256(self.engine.block_keys.namespace + name.encode()).digest()
 
     def finished(self, request):
         super().finished(request)
@@ -214,10 +214,10 @@ class PlannedCache(hidden_states.HiddenCache):
             self.storage.write(self.plan_key(self.letters), [numpy.zeros(0, numpy.uint8)])
             self.storage.use([self.plan_key(self.letters)])
 
-    def seconds(self, start, end, places):
-        stored = self.store.stored(places)
+    def seconds(self, start, end, locations):
+        stored = self.store.stored(locations)
         # Without the question, which follows in either case
-        costs = self.costs(start, end, len(stored) / len(places))._replace(question=0.0)
+        costs = self.costs(start, end, len(stored) / len(locations))._replace(question=0.0)
         queued = self.load_link.seconds(0) + (self.storage.seconds(stored, 0) if stored else 0.0)
         return plan_seconds(self.letters, costs) + queued
 
@@ -239,23 +239,23 @@ class PlannedCache(hidden_states.HiddenCache):
         stored = len(self.store.stored(match.blocks)) / len(match.blocks)
         costs = self.costs(restoration.start, restoration.end, stored)
         yield from super().restore(request, restoration, match)
-        request.timeline.plan = described(self.letters, costs, match.tokens)
+        request.timeline.plan = describe_plan(self.letters, costs, match.tokens)
 
-    def order_layer(self, loading, layer):
+    def issue_layer(self, loading, layer):
         """Order K and V straight into the device's blocks, or states as chapter 04 does."""
         if self.letters[layer] == "H":
-            return super().order_layer(loading, layer)
+            return super().issue_layer(loading, layer)
         table = self.blocks_of(loading.request, loading.start, len(loading.blocks))
         first = self.store.layers.index(layer)
         device, host = list(self.kv[layer]), self.store.parts[first : first + 2]  # [blocks, size, width] each
-        self.copy_layer(loading, layer, device, host, links.Places(table, loading.blocks, apart=True))
+        self.copy_layer(loading, layer, device, host, links.BlockPairs(table, loading.blocks, apart=True))
         self.hold("load", [loading.transfers[layer]], (self.pool, table))
 
-    def bring_back(self, loading, layer):
+    def restore_layer(self, loading, layer):
         """Bring a layer back in its way; with the first R come all."""
         letters = self.letters
         if letters[layer] == "H":
-            yield from super().bring_back(loading, layer)
+            yield from super().restore_layer(loading, layer)
         elif letters[layer] == "K":
             yield loading.transfers[layer]
         elif layer == 0:
@@ -287,14 +287,14 @@ class PlannedCache(hidden_states.HiddenCache):
     def step_states(self, batch):
         return [*super().step_states(batch), batch.slots]  # where K and V of the step's rows are
 
-    def rows_to_keep(self, steps):
-        *rows, slots = super().rows_to_keep(steps)
+    def rows_to_keep(self, unsent):
+        *rows, slots = super().rows_to_keep(unsent)
         for layer in self.store.layers[len(rows) :: 2]:
             rows += self.kv[layer].flatten(1, 2)[:, slots]  # K and V, [rows, KVH * hd] each
         return rows
 
 
-def described(letters: str, costs: LayerCosts, tokens: int) -> dict:
+def describe_plan(letters: str, costs: LayerCosts, tokens: int) -> dict:
     """-> a plan for the page, above the lanes."""
     predicted_ms = 1e3 * plan_seconds(letters, costs)
     title = f"{tokens} tokens: {predicted_ms:.1f} ms predicted, the question included"
@@ -313,10 +313,10 @@ def demo(model, frontend: Frontend, arguments):
     letters = "R" * third + "H" * third + "K" * (len(model.layers) - 2 * third)
     options = argparse.Namespace(**{**vars(arguments), "plan": letters, "always_restore": True})
     engine = make_engine(model, options)
-    length, said = lesson.context(model, frontend) // 2, [lesson.SECRET, *lesson.TURNS[1:]]
-    asked, cache = lesson.converse(engine, frontend, length, said, new), engine.behind.cache
+    length, turns = lesson.context(model, frontend) // 2, [lesson.SECRET, *lesson.TURNS[1:]]
+    asked, cache = lesson.converse(engine, frontend, length, turns, new), engine.lower_tier.cache
     verified = lesson.verify(paged.baseline.Engine(model), asked)
-    report = dict(link=lesson.described(cache.load_link), verified=verified, counters=engine.counters())
+    report = dict(link=lesson.describe_link(cache.load_link), verified=verified, counters=engine.counters())
     rows = [offload.describe(letters, request) for request in asked]
     print(f"\nThe last turn (digits: layers)\n{charts.chart(asked[-1].timeline)}\n")
     if hidden_states.bytes_per_token(model) >= model.config.kv_numbers_per_token * model.dtype.itemsize:
@@ -371,7 +371,7 @@ def make_engine(model, arguments) -> paged.Engine:
         words = f"--plan has {len(arguments.plan)} letters, and this model {len(model.layers)} layers"
         raise BadRequest(f"{words}; give it one for each.")
     engine = hidden_states.make_engine(model, arguments, partial(PlannedCache, plan=arguments.plan))
-    print(f"Plan: {engine.behind.cache.letters}", file=sys.stderr)
+    print(f"Plan: {engine.lower_tier.cache.letters}", file=sys.stderr)
     return engine
 
 

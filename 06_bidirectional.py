@@ -63,7 +63,7 @@ CHUNK = 64  # tokens
 
 # 1. Two pointers -------------------------------------------------------------------------------
 
-def meeting(load: float, compute: float) -> tuple[float, float]:
+def time_to_meet(load: float, compute: float) -> tuple[float, float]:
     """-> seconds until both ends meet, and the share that is computed by then, which falls with the length:
     `compute` grows with its square. `load`, `compute`: seconds for all of it by one of the two."""
     seconds = load / (1 + load / compute)
@@ -73,7 +73,7 @@ def meeting(load: float, compute: float) -> tuple[float, float]:
 def portion(left: int, load: float, compute: float) -> int:
     """-> tokens to compute before looking again: the share of the `left` ones that prefill will get; all,
     where storage will bring no other chunk meanwhile."""
-    tokens = max(CHUNK, int(left * meeting(load, compute)[1]))
+    tokens = max(CHUNK, int(left * time_to_meet(load, compute)[1]))
     return tokens if left - tokens >= CHUNK else left
 
 
@@ -81,7 +81,7 @@ def portion(left: int, load: float, compute: float) -> int:
 
 class BidirectionalCache(Cache):
     """Chunks of K and V in storage, loaded from the back while the engine computes from the front.
-    `request.kept` is the chain of a request's full chunks."""
+    `request.memo` is the chain of a request's full chunks."""
 
     def __init__(self, storage: StoredChunks, share=1.0, leftover=False, bits=None, memory=256e6):
         """`share` of a step that a prefill takes beside other requests; 0: it only loads. `leftover`: it
@@ -107,10 +107,10 @@ class BidirectionalCache(Cache):
             self.landed, self.load_link = host.to(device), hardware.connect("load", engine.clock)
         wake = engine.wake.set
         self.save_link = hardware.connect("save", engine.clock, math.inf, wake, background=True)
-        self.places = paged.BlockPool(shape[0], CHUNK, host)
-        self.pools = {"host": self.places}
+        self.staging = paged.BlockPool(shape[0], CHUNK, host)
+        self.pools = {"host": self.staging}
         kind = f"kv {self.bits or 'exact'}"
-        self.prefixes = paged.Prefixes(f"{self.model.digest.hex()} {self.model.dtype} {kind}", CHUNK)
+        self.block_keys = paged.BlockKeys(f"{self.model.digest.hex()} {self.model.dtype} {kind}", CHUNK)
         self.saving: set = set()  # prefixes on their way to storage
         self.sent: Counter = Counter()  # request -> leading chunks that were sent to storage, or that it had
         self.storage.open(wake)
@@ -119,19 +119,19 @@ class BidirectionalCache(Cache):
 
     def chain(self, request) -> list:
         """-> a Prefix for each full chunk."""
-        request.kept = request.kept or []
-        return self.prefixes.extend(request.kept, request.tokens, request.options.get("cache_salt", ""))
+        request.memo = request.memo or []
+        return self.block_keys.extend(request.memo, request.tokens, request.options.get("cache_salt", ""))
 
     def match(self, request):
         """Offer the longest run of chunks that storage has; prefill computes what it lacks before them."""
         run, start, estimates = self.longest_run(request), request.computed, self.estimates
         end = min((run[-1][0] + 1) * CHUNK, request.history) if run else 0
         if end > start:
-            queued = sum(other.restoration.limit - other.computed for other in self.unmet())
+            queued = sum(other.restoration.limit - other.computed for other in self.restoring_requests())
             load, share = self.seconds_to_load(queued + end - start), 1.0
             if len({request, *self.engine.running}) > 1 and not self.leftover:
                 share = self.share or 1e-9  # 0: it only loads
-            seconds, _ = meeting(load, estimates.seconds_to_compute(start, end) / share)
+            seconds, _ = time_to_meet(load, estimates.seconds_to_compute(start, end) / share)
             gap = estimates.seconds_to_compute(start, max(start, run[0][0] * CHUNK)) / share
             return Match(end - start, max(seconds, gap), run, {"storage": end - start}, share=share)
 
@@ -139,7 +139,7 @@ class BidirectionalCache(Cache):
         """-> (number, where storage has it) of adjacent chunks, not all before what is computed."""
         chain, longest, run = self.chain(request), [], []
         for number in range(request.computed // CHUNK, len(chain)):
-            found = self.storage.find(chain[number].key)
+            found = self.storage.find(chain[number].digest)
             run = [] if found is None else [*run, (number, found)]
             longest = max(longest, run, key=len)
         return longest
@@ -157,43 +157,43 @@ class BidirectionalCache(Cache):
         slots = self.slots(request, 0, restoration.end)
         unread = list(match.blocks)  # the last one is read next
         reading = deque()  # [number of the chunk, its place, what must be over before that is used again]
-        self.divide()
+        self.set_portions()
         try:
             while restoration.limit > self.front(request):
                 self.read_ahead(unread, reading)
                 if reading:
                     yield from self.load_chunk(reading[0], request, slots)  # if it fails, `finally` follows
-                    self.places.release([reading.popleft()[1]])
+                    self.staging.release([reading.popleft()[1]])
                 elif unread:
                     yield  # other requests have the places
                 else:
                     return  # storage has no more: prefill goes on to the limit
         finally:
-            for _, place, transfer in reading:  # call off what has not begun
+            for _, block, transfer in reading:  # call off what has not begun
                 transfer.cancel()
-                self.hold(f"place {place}", [transfer], given=[(self.places, [place])])
-            request.timeline.plan = drawn(restoration)
+                self.hold(f"place {block}", [transfer], given=[(self.staging, [block])])
+            request.timeline.plan = describe_plan(restoration)
 
     def read_ahead(self, unread: list, reading: deque):
         """Begin to read chunks, the last one first, as far as there are places."""
-        while unread and self.places.available:
+        while unread and self.staging.available:
             number, found = unread.pop()
-            (place,) = self.places.allocate(1)
-            (read,) = self.storage.read([found], [self.arrays[place]], label=f"chunk {number}")
-            reading.append([number, place, read])
+            (block,) = self.staging.allocate(1)
+            (read,) = self.storage.read([found], [self.arrays[block]], label=f"chunk {number}")
+            reading.append([number, block, read])
 
     def load_chunk(self, chunk: list, request, slots):
         """Wait for a chunk, and put what prefill does not compute meanwhile into the request's `slots`."""
-        number, place, read = chunk
+        number, block, read = chunk
         yield read
         self.counts["bytes_in"] += read.bytes
         if self.load_link:
-            chunk[2] = self.load_link.copy(self.landed[place], self.places.memory[place], read.label)
+            chunk[2] = self.load_link.copy(self.landed[block], self.staging.memory[block], read.label)
             yield chunk[2]
         first, limit = number * CHUNK, request.restoration.limit
         front = max(first, self.front(request))
         if front < limit:
-            kv = self.unpack(self.landed[place])[:, :, front - first : limit - first]
+            kv = self.unpack(self.landed[block])[:, :, front - first : limit - first]
             self.kv.index_copy_(2, slots[front:limit], kv)
             request.restoration.limit = front
 
@@ -209,22 +209,22 @@ class BidirectionalCache(Cache):
 
     # Computing, from the front
 
-    def unmet(self) -> list:
+    def restoring_requests(self) -> list:
         """-> requests whose two pointers have not met."""
         running = self.engine.running
-        return [one for one in running if one.restoration and not one.restoration.met]
+        return [one for one in running if one.restoration and not one.restoration.ends_met]
 
     def poll(self):
         super().poll()
-        self.divide()
+        self.set_portions()
 
-    def divide(self):
+    def set_portions(self):
         """Set how much of the next step each prefill below its limit may take."""
-        unmet, budget = self.unmet(), self.engine.token_budget
-        others = sum(request.pending for request in self.engine.running if request not in unmet)
-        for request in unmet:
+        restoring, budget = self.restoring_requests(), self.engine.token_budget
+        others = sum(request.pending for request in self.engine.running if request not in restoring)
+        for request in restoring:
             restoration, most = request.restoration, budget
-            if restoration.steps and time.perf_counter() < restoration.deadline:  # storage may bring more
+            if restoration.generator and time.perf_counter() < restoration.deadline:  # storage may bring more
                 left = restoration.limit - request.computed
                 compute = self.estimates.seconds_to_compute(request.computed, restoration.limit)
                 most = min(budget, portion(left, self.seconds_to_load(left), compute))
@@ -245,40 +245,40 @@ class BidirectionalCache(Cache):
         for request, _ in batch.work:
             chain = self.chain(request)
             for number in range(self.sent[request], request.computed // CHUNK):
-                if self.lacks(chain[number]):
-                    if not self.places.available:
+                if self.is_unsaved(chain[number]):
+                    if not self.staging.available:
                         break
                     self.save_chunk(request, chain[: number + 1])
                 self.sent[request] = number + 1
 
-    def lacks(self, prefix) -> bool:
-        return prefix not in self.saving and self.storage.find(prefix.key) is None
+    def is_unsaved(self, block_key) -> bool:
+        return block_key not in self.saving and self.storage.find(block_key.digest) is None
 
     def save_chunk(self, request, chain: list):
         """Copy the last chunk of `chain` off the device."""
-        number, (place,) = len(chain) - 1, self.places.allocate(1)
+        number, (block,) = len(chain) - 1, self.staging.allocate(1)
         kv = self.kv.index_select(2, self.slots(request, number * CHUNK, (number + 1) * CHUNK))
-        transfer = self.save_link.copy(self.places.memory[place], self.pack(kv), f"chunk {number}")
-        then = partial(self.write, request, chain, place, transfer)
-        self.hold("save", [transfer], given=[(self.places, [place])], then=then)
+        transfer = self.save_link.copy(self.staging.memory[block], self.pack(kv), f"chunk {number}")
+        then = partial(self.write, request, chain, block, transfer)
+        self.hold("save", [transfer], given=[(self.staging, [block])], then=then)
         self.saving.add(chain[-1])
         self.counts["bytes_out"] += transfer.bytes
 
-    def write(self, request, chain: list, place: int, transfer, arrived: bool):
+    def write(self, request, chain: list, block: int, transfer, arrived: bool):
         """The last chunk of `chain` has left the device: write it."""
         request.timeline.add("save", transfer.label, *transfer.span())
-        written = self.storage.write(chain[-1].key, [self.arrays[place]]) if arrived else None
+        written = self.storage.write(chain[-1].digest, [self.arrays[block]]) if arrived else None
         if written is None:
             return self.saving.discard(chain[-1])
-        self.storage.use([prefix.key for prefix in chain])
+        self.storage.use([block_key.digest for block_key in chain])
         then = lambda arrived: self.saving.discard(chain[-1])  # noqa: E731
-        self.hold(f"place {place}", [written], (self.places, [place]), then=then)
+        self.hold(f"place {block}", [written], (self.staging, [block]), then=then)
 
     def finished(self, request):
-        chain, sent = request.kept or [], self.sent.pop(request, 0)
-        self.counts["drops"] += sum(map(self.lacks, chain[sent : request.computed // CHUNK]))
-        self.storage.use([prefix.key for prefix in chain])
-        request.kept = None
+        chain, sent = request.memo or [], self.sent.pop(request, 0)
+        self.counts["drops"] += sum(map(self.is_unsaved, chain[sent : request.computed // CHUNK]))
+        self.storage.use([block_key.digest for block_key in chain])
+        request.memo = None
 
     def close(self):
         self.drain()
@@ -308,7 +308,7 @@ def quantize(kv):
     return (kv.float() / scales.float()).round().clamp(-127, 127).to(torch.int8), scales
 
 
-def drawn(restoration) -> dict:
+def describe_plan(restoration) -> dict:
     """-> for the page: a letter for each chunk, which says how it came back."""
     start, met, end, letters = restoration.start, restoration.limit, restoration.end, ""
     for first in range(start - start % CHUNK, end, CHUNK):
@@ -325,11 +325,11 @@ WAYS = "only computing", "only loading", "both"
 def demo(model, frontend: Frontend, arguments):
     """A conversation that comes back from storage; TTFT of both ends and of either on three storages."""
     # 1. Ask: about a document, and again when only storage has it
-    new, said = max(2, min(arguments.max_tokens, 16)), [lesson.SECRET, lesson.QUESTION]
+    new, turns = max(2, min(arguments.max_tokens, 16)), [lesson.SECRET, lesson.QUESTION]
     options = dict(max_running=2, always_restore=True, bits=None, compute="share")
     engine = make_engine(model, argparse.Namespace(**{**vars(arguments), **options}))
-    cache, length = engine.behind.cache, min(lesson.context(model, frontend), 2048) * 7 // 8
-    asked = lesson.converse(engine, frontend, length, said, new)
+    cache, length = engine.lower_tier.cache, min(lesson.context(model, frontend), 2048) * 7 // 8
+    asked = lesson.converse(engine, frontend, length, turns, new)
     prompt = asked[1].tokens[: asked[1].prompt_tokens]
 
     # 2. Time, on storage of several speeds
@@ -351,7 +351,7 @@ def demo(model, frontend: Frontend, arguments):
 
     # 3. Show
     print(f"{len(prompt)} tokens, chunks of {CHUNK}: {cache.chunk_bytes / 1e6:.2f} MB each in storage")
-    print(f"  {said[1]} - {asked[1].outcome.text}\n")
+    print(f"  {turns[1]} - {asked[1].outcome.text}\n")
     rows = show(taken)
     engine.close()
     link = dict(modelled=bool(storage.bandwidth), gbps=cache.storage.speed() / 1e9)
@@ -360,11 +360,11 @@ def demo(model, frontend: Frontend, arguments):
 
 def ask_again(engine, prompt: list[int], way: str, last: dict) -> float:
     """Ask when only storage has the history, which comes back `way` -> TTFT in ms."""
-    lesson.settle(engine)
+    lesson.wait_until_idle(engine)
     engine.evict("device")
-    engine.behind.cache.share = 0.0 if way == "only loading" else 1.0
+    engine.lower_tier.cache.share = 0.0 if way == "only loading" else 1.0
     last[way] = request = Request(prompt, 2, must_compute=way == "only computing")
-    if bandwidth := engine.behind.cache.storage.storages[0].bandwidth:
+    if bandwidth := engine.lower_tier.cache.storage.storages[0].bandwidth:
         bandwidth.began = time.perf_counter()  # its first speed
     engine.generate([request])
     return request.outcome.ttft_ms

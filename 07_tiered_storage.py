@@ -47,7 +47,7 @@ from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 both_ends = importlib.import_module("06_bidirectional")
-AGAIN, NEXT = 1.0, 4  # seconds, after which storage is asked again for the NEXT first requests in line
+RETRY_SECONDS, RETRY_REQUESTS = 1.0, 4  # ask storage again after so long, for so many of the queue
 WRITE = "write_through", "write_through_selective", "write_back"
 TALKS = 6  # conversations of the demo
 # The order of [layers, places, 2, page size, KV heads, head size] in host memory, and of a page in storage
@@ -68,19 +68,19 @@ class Node:
     pages: list  # their prefixes
     children: dict = field(default_factory=dict)  # first page of a child -> the child
     device: bool = False
-    places: list[int] = field(default_factory=list)  # in host memory, one a page, or none
+    host_blocks: list[int] = field(default_factory=list)  # in host memory, one a page, or none
     stored: bool = False
     wanted: bool = False  # the write policy wants it in the tiers below the device
     first_request: int = 0  # id (from 1 on) of the first that had it on the device; 0: nobody, or wanted
 
     @property
-    def near(self) -> bool:
+    def is_local(self) -> bool:
         """Whether the device or host memory has it."""
-        return self.device or bool(self.places)
+        return self.device or bool(self.host_blocks)
 
     @property
     def state(self) -> tuple:
-        return self.device, bool(self.places), self.stored, self.wanted, self.first_request
+        return self.device, bool(self.host_blocks), self.stored, self.wanted, self.first_request
 
 
 class HiRadixTree:
@@ -121,9 +121,9 @@ class HiRadixTree:
         """Split a node at both ends of a part of it -> the part. The pieces are in the node's tiers still."""
         for at in part.stop, part.start:
             if 0 < at < len(node.pages):
-                upper = replace(node, pages=node.pages[:at], places=node.places[:at], children={})
+                upper = replace(node, pages=node.pages[:at], host_blocks=node.host_blocks[:at], children={})
                 upper.parent.children[upper.pages[0]] = upper
-                node.parent, node.pages, node.places = upper, node.pages[at:], node.places[at:]
+                node.parent, node.pages, node.host_blocks = upper, node.pages[at:], node.host_blocks[at:]
                 upper.children[node.pages[0]] = node
                 node = upper if at == part.stop else node
         return node
@@ -134,7 +134,7 @@ class HiRadixTree:
         for node in (*nodes, *nodes[-1].children.values()) if nodes else ():
             upper = node.parent
             if upper.pages and len(upper.children) == 1 and upper.state == node.state:
-                node.pages, node.places = upper.pages + node.pages, upper.places + node.places
+                node.pages, node.host_blocks = upper.pages + node.pages, upper.host_blocks + node.host_blocks
                 node.parent = upper.parent
                 node.parent.children[node.pages[0]] = node
 
@@ -160,7 +160,7 @@ class HiRadixTree:
     def forget(self, keep: set):
         """Drop spans at the ends of branches that are near no more, and of which `keep` has no page."""
         for node in reversed(self.nodes()):
-            if not node.children and not node.near and keep.isdisjoint(node.pages):
+            if not node.children and not node.is_local and keep.isdisjoint(node.pages):
                 del node.parent.children[node.pages[0]]
                 self.size -= len(node.pages)
         self.join(self.nodes())
@@ -216,15 +216,15 @@ class TieredCache(offload.HostCache):
         self.prefetch_policy, self.threshold, self.timeout = prefetch, threshold, timeout
         self.unwritten: dict = {}  # pages that may have to be written, once they are in host memory
         self.writing: set = set()  # pages that are being written
-        self.coming: set = set()  # pages that are being read
+        self.reading: set = set()  # pages that are being read
 
     def attach(self, engine):
         super().attach(engine)
         self.load_link.backend = self.save_link.backend = self.io_backend
-        self.tree, self.host.evicting = HiRadixTree(), self.evicting_l2
+        self.tree, self.host.on_evict = HiRadixTree(), self.on_evict_l2
         if self.layout == "page_first":  # other bytes than those of the other layouts: under other keys
             namespace = f"{self.model.digest.hex()} {self.model.dtype} kv page_first"
-            engine.prefixes = paged.Prefixes(namespace, self.pool.block_size)
+            engine.block_keys = paged.BlockKeys(namespace, self.pool.block_size)
         self.pages_at_once = max(1, both_ends.CHUNK // self.pool.block_size)  # in a read or write of storage
         self.step_began = 0  # of all uses: what was used since does not leave host memory for another page
         if self.storage:
@@ -243,13 +243,13 @@ class TieredCache(offload.HostCache):
     def save(self, batch):
         """Put what was computed into the tree, and send down what the write policy wants there."""
         for request, _ in batch.work:
-            self.note(request)
-        self.save_owed()
+            self.record_pages(request)
+        self.save_pending()
         if self.tree.size > 2 * (self.pool.size + self.host.size):
-            chains = [one.kept.chain for one in (*self.engine.waiting, *self.engine.running) if one.kept]
-            self.tree.forget(set().union(self.saving, self.coming, self.writing, *chains))
+            chains = [one.memo.chain for one in (*self.engine.waiting, *self.engine.running) if one.memo]
+            self.tree.forget(set().union(self.saving, self.reading, self.writing, *chains))
 
-    def note(self, request):
+    def record_pages(self, request):
         """Note which pages the request has on the device, and which of them the write policy wants below."""
         first, full = self.looked_at.get(request, 0), request.registered
         if first == full:
@@ -260,34 +260,34 @@ class TieredCache(offload.HostCache):
             node.wanted |= second or self.write_policy != "write_through_selective"
             node.first_request = 0 if node.wanted else request.id
             wanted += node.pages if node.wanted else []
-        owed = self.owed.pop(request, []) if first else []
+        unsaved = self.pending_saves.pop(request, []) if first else []
         if self.write_policy != "write_back":
-            self.owed[request] = owed + wanted
+            self.pending_saves[request] = unsaved + wanted
             self.send_l3(wanted)
 
-    def behind_gap(self, prefix) -> bool:
+    def after_gap(self, block_key) -> bool:
         """Whether no tier below the device has what comes before, or is about to."""
-        behind = super().behind_gap(prefix) and prefix.parent not in self.writing
-        return behind and not any(node.stored for node, _ in self.tree.spans([prefix.parent]))
+        gap = super().after_gap(block_key) and block_key.parent not in self.writing
+        return gap and not any(node.stored for node, _ in self.tree.spans([block_key.parent]))
 
-    def saved(self, request, transfer, prefixes, places, arrived: bool):
-        super().saved(request, transfer, prefixes, places, arrived)
+    def on_saved(self, request, transfer, block_keys, host_blocks, arrived: bool):
+        super().on_saved(request, transfer, block_keys, host_blocks, arrived)
         if arrived:
-            self.in_l2(prefixes, places)
-            self.send_l3(prefixes)
+            self.add_to_l2(block_keys, host_blocks)
+            self.send_l3(block_keys)
         else:
             self.looked_at.pop(request, None)  # look at all of them again
 
-    def in_l2(self, prefixes, places: list[int]):
+    def add_to_l2(self, block_keys, host_blocks: list[int]):
         """These pages have arrived in host memory. (If another copy had, its places stay.)"""
-        for prefix, place in zip(prefixes, places):
-            self.host.register(place, prefix)
-        for node in self.tree.change(prefixes):
-            node.places = [self.host.block_of[prefix] for prefix in node.pages]
+        for block_key, host_block in zip(block_keys, host_blocks):
+            self.host.register(host_block, block_key)
+        for node in self.tree.change(block_keys):
+            node.host_blocks = [self.host.block_of[block_key] for block_key in node.pages]
 
     def send_l3(self, pages=()):
         """Write pages from where they lie in host memory, at once about a quarter of that; the others wait,
-        and what is not there yet comes again by `saved`."""
+        and what is not there yet comes again by `on_saved`."""
         if self.storage and self.write_policy != "write_back":
             self.unwritten.update((page, page) for page in pages)
         most, there = max(1, self.host.size // 4), self.host.block_of
@@ -295,31 +295,31 @@ class TieredCache(offload.HostCache):
             some = map(self.unwritten.pop, list(islice(self.unwritten, self.pages_at_once)))
             self.write_l3({page: there[page] for page in some if page in there})
 
-    def write_l3(self, place_of: dict, leaving: bool = False):
+    def write_l3(self, host_block_of: dict, leaving: bool = False):
         """Write those of these pages that storage is owed, and that a lookup would reach: from their places,
         which are held until that is over, or copies if they are `leaving`."""
-        owed = []
-        for node in self.tree.change(place_of):
-            if node.parent.device or not self.behind_gap(node.pages[0]):
-                owed += self.owed_l3(node)
-                self.writing.update(owed)
-        if owed:
-            places = [place_of[page] for page in owed]
-            contents = [self.array[place].copy() if leaving else self.array[place] for place in places]
-            write = self.storage.set([page.key for page in owed], contents)
-            held = [] if leaving else [(self.host, places)]
-            self.hold("write", [write], *held, then=partial(self.written_l3, owed, write))
+        to_write = []
+        for node in self.tree.change(host_block_of):
+            if node.parent.device or not self.after_gap(node.pages[0]):
+                to_write += self.to_write(node)
+                self.writing.update(to_write)
+        if to_write:
+            host_blocks = [host_block_of[page] for page in to_write]
+            contents = [self.array[at].copy() if leaving else self.array[at] for at in host_blocks]
+            write = self.storage.set([page.digest for page in to_write], contents)
+            held = [] if leaving else [(self.host, host_blocks)]
+            self.hold("write", [write], *held, then=partial(self.on_written, to_write, write))
 
-    def owed_l3(self, node: Node) -> list:
+    def to_write(self, node: Node) -> list:
         """-> the pages of a span that storage is owed."""
-        owed = node.wanted and not node.stored
-        return [page for page in node.pages if page not in self.writing] if owed else []
+        to_write = node.wanted and not node.stored
+        return [page for page in node.pages if page not in self.writing] if to_write else []
 
-    def written_l3(self, pages: list, write, arrived: bool):
+    def on_written(self, pages: list, write, arrived: bool):
         """A write is over: note what storage has."""
         self.writing.difference_update(pages)
         self.counts["storage_pages_written"] += write.value or 0
-        there = [page for page in pages if arrived and page.key not in self.storage.doubted]
+        there = [page for page in pages if arrived and page.digest not in self.storage.doubted]
         for node in self.tree.change(there):
             node.stored = True
         if self.write_policy == "write_back":
@@ -328,45 +328,45 @@ class TieredCache(offload.HostCache):
 
     # It leaves the device, and later host memory
 
-    def evicting(self, leaving: list):
+    def on_evict(self, leaving: list):
         """Note what leaves the device. Under write_back first copy dirty pages to host memory, beginnings
         first, while the engine waits."""
-        block_of, dirty = {prefix: block for block, prefix in leaving}, []
+        block_of, dirty = {block_key: block for block, block_key in leaving}, []
         for node in self.tree.change(block_of):
             node.device = False
-            dirty += [page for page in self.owed_l3(node) if not self.keeps(page)]
+            dirty += [page for page in self.to_write(node) if not self.has_block(page)]
         if self.write_policy == "write_back":
             self.counts["dirty_evicted"] += len(dirty)
             room = partial(self.host.make_room, own=() if self.storage else dirty, used=self.step_began)
             while not self.save_link.hangs and (fits := room(len(dirty))):
-                pages, dirty, places = dirty[:fits], dirty[fits:], self.host.allocate(fits)
-                copy = self.copy_out([block_of[page] for page in pages], places)
+                pages, dirty, host_blocks = dirty[:fits], dirty[fits:], self.host.allocate(fits)
+                copy = self.copy_out([block_of[page] for page in pages], host_blocks)
                 try:
-                    copy.wait(min(self.longest_save, links.HANGING + self.save_link.seconds(0)))
-                    self.in_l2(pages, places)
+                    copy.wait(min(self.longest_save, links.HANG_SECONDS + self.save_link.seconds(0)))
+                    self.add_to_l2(pages, host_blocks)
                     self.counts["pages_written"] += fits
                 except links.TransferError:
                     copy.cancel()
-                    self.hold("save", [copy], (self.host, places))  # a late one still writes there
-                self.host.release(places)
+                    self.hold("save", [copy], (self.host, host_blocks))  # a late one still writes there
+                self.host.release(host_blocks)
         self.count_lost(block_of)
 
-    def evicting_l2(self, leaving: list):
+    def on_evict_l2(self, leaving: list):
         """Write copies of owed pages that leave host memory, as far as that can be."""
-        place_of = {page: place for place, page in leaving}
+        host_block_of = {page: host_block for host_block, page in leaving}
         full = len(self.writing) > self.pool.size + self.host.size  # copies take no more than these pools
         if self.storage and self.write_policy == "write_back":
-            for node in self.tree.change(place_of):
-                self.counts["dirty_evicted"] += len(self.owed_l3(node))
+            for node in self.tree.change(host_block_of):
+                self.counts["dirty_evicted"] += len(self.to_write(node))
         if self.storage and not (full or self.storage.writer.hangs):
-            self.write_l3(place_of, leaving=True)
-        for node in self.tree.change(place_of):
-            node.places = []
-        self.count_lost(place_of if self.storage else ())
+            self.write_l3(host_block_of, leaving=True)
+        for node in self.tree.change(host_block_of):
+            node.host_blocks = []
+        self.count_lost(host_block_of if self.storage else ())
 
     def count_lost(self, pages):
         """Count those of these pages that were wanted below, and are in no tier, nor on their way to one."""
-        lost = [page for node in self.tree.change(pages) if not node.near for page in self.owed_l3(node)]
+        lost = [page for node in self.tree.change(pages) if not node.is_local for page in self.to_write(node)]
         self.counts["pages_lost"] += len(lost)
         for node in self.tree.change(lost):
             node.wanted = False  # each is counted once
@@ -380,19 +380,20 @@ class TieredCache(offload.HostCache):
         if not self.storage or not chain:
             return
         if self.storage.silent:
-            if time.perf_counter() > self.measured_at + AGAIN and not self.under_way["measure"]:
+            if time.perf_counter() > self.measured_at + RETRY_SECONDS and not self.in_flight["measure"]:
                 self.measure_storage()
             return
-        tokens = (len(chain) - self.near(chain)) * size
-        timeout, most = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024, request.patience
+        tokens = (len(chain) - self.num_local(chain)) * size
+        timeout = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024
+        most = request.wait_deadline
         until = dict(best_effort=0.0, timeout=min(timeout, most)).get(self.prefetch_policy, most)
-        pages_read = request.kept.pages_read if request.kept else set()
-        request.kept = Prefetch(request, chain, until, tokens < max(1, self.threshold), pages_read)
-        self.ask_l3(request.kept)
+        pages_read = request.memo.pages_read if request.memo else set()
+        request.memo = Prefetch(request, chain, until, tokens < max(1, self.threshold), pages_read)
+        self.ask_l3(request.memo)
 
-    def near(self, chain: list) -> int:
+    def num_local(self, chain: list) -> int:
         """-> how many of its first pages the device or host memory has."""
-        return sum(part.stop for _, part in takewhile(lambda span: span[0].near, self.tree.spans(chain)))
+        return sum(part.stop for _, part in takewhile(lambda span: span[0].is_local, self.tree.spans(chain)))
 
     def measure_storage(self):
         """Find out how fast storage is, and whether it answers."""
@@ -401,23 +402,23 @@ class TieredCache(offload.HostCache):
         self.hold("measure", [self.storage.exists([bytes(32)]), *reads])
 
     def ask_l3(self, prefetch: Prefetch):
-        answer = self.storage.exists([page.key for page in prefetch.chain])
-        self.hold("ask", [answer], then=partial(self.answered, prefetch, answer))
+        answer = self.storage.exists([page.digest for page in prefetch.chain])
+        self.hold("ask", [answer], then=partial(self.on_answer, prefetch, answer))
 
-    def answered(self, prefetch: Prefetch, answer, arrived: bool):
+    def on_answer(self, prefetch: Prefetch, answer, arrived: bool):
         """Storage has said which pages it has: note that, and let those behind the near ones be read. What it
         was to have and lacks is written again, or lost."""
-        chain, near, has = prefetch.chain, self.near(prefetch.chain), answer.value if arrived else []
-        come = len(list(takewhile(bool, has[near:])))  # up to the first gap
+        chain, local, has = prefetch.chain, self.num_local(prefetch.chain), answer.value if arrived else []
+        count = len(list(takewhile(bool, has[local:])))  # up to the first gap
         if arrived:
-            there = {page for page, known in zip(chain[: near + come], has) if known}
+            there = {page for page, known in zip(chain[: local + count], has) if known}
             known = (node.pages[part] for node, part in self.tree.spans(chain) if node.stored or node.wanted)
             self.doubt(gone := set().union(*known) - there)
             self.count_lost(gone)
             for node in self.tree.change(there):
                 node.stored = True
-        enough = come * self.pool.block_size >= self.threshold
-        prefetch.answered, prefetch.chain = True, chain[: near + come if enough else near]
+        enough = count * self.pool.block_size >= self.threshold
+        prefetch.answered, prefetch.chain = True, chain[: local + count if enough else local]
 
     def doubt(self, pages):
         """Believe no more that storage has these: what is in host memory is written again."""
@@ -428,38 +429,38 @@ class TieredCache(offload.HostCache):
     def read_l3(self, prefetch: Prefetch):
         """Begin to read what is lacking, as far as there are places: reads under way hold at most half of
         host memory. What other prefetches have read stays there, since it is about to be used."""
-        lacking = self.lacking(prefetch)
-        if fits := max(0, min(len(lacking), self.host.size // 2 - len(self.coming))):
-            asked = (one for one in (*self.engine.waiting, *self.engine.running) if one.kept)
-            kept = (one.kept.pages_read for one in asked if not (one.table and one.kept.ended))
+        to_read = self.to_read(prefetch)
+        if fits := max(0, min(len(to_read), self.host.size // 2 - len(self.reading))):
+            asked = (one for one in (*self.engine.waiting, *self.engine.running) if one.memo)
+            kept = (one.memo.pages_read for one in asked if not (one.table and one.memo.ended))
             fits = self.host.make_room(fits, set(prefetch.chain).union(*kept))
         for at in range(0, fits, self.pages_at_once):
-            run = lacking[at:fits][: self.pages_at_once]
-            places = self.host.allocate(len(run))
-            keys, into = [page.key for page in run], [self.array[place] for place in places]
+            run = to_read[at:fits][: self.pages_at_once]
+            host_blocks = self.host.allocate(len(run))
+            keys, into = [page.digest for page in run], [self.array[host_block] for host_block in host_blocks]
             read = self.storage.get(keys, into, f"page {prefetch.chain.index(run[0])}")
             prefetch.reads.append(read)
-            self.coming.update(run)
-            then = partial(self.run_read, prefetch, run, places, read)
-            self.hold("read", [read], given=[(self.host, places)], then=then)
-        waits = len(lacking) > fits and self.coming  # for the places of other reads
-        prefetch.ended = self.coming.isdisjoint(prefetch.chain) and not waits
+            self.reading.update(run)
+            then = partial(self.on_read, prefetch, run, host_blocks, read)
+            self.hold("read", [read], given=[(self.host, host_blocks)], then=then)
+        waits = len(to_read) > fits and self.reading  # for the places of other reads
+        prefetch.ended = self.reading.isdisjoint(prefetch.chain) and not waits
 
-    def lacking(self, prefetch: Prefetch) -> list:
+    def to_read(self, prefetch: Prefetch) -> list:
         """-> the pages to read: those in storage that are not near, nor on their way, up to the first that is
         nowhere."""
-        lacking = []
+        to_read = []
         for node, part in self.tree.spans(prefetch.chain)[:: self.direction]:
-            if not (node.near or node.stored):
+            if not (node.is_local or node.stored):
                 break
-            lacking += [] if node.near else node.pages[part][:: self.direction]
-        return [page for page in lacking if page not in self.coming]
+            to_read += [] if node.is_local else node.pages[part][:: self.direction]
+        return [page for page in to_read if page not in self.reading]
 
-    def run_read(self, prefetch: Prefetch, pages: list, places: list[int], read, arrived: bool):
+    def on_read(self, prefetch: Prefetch, pages: list, host_blocks: list[int], read, arrived: bool):
         """A read is over: its pages are in host memory, or what storage has said of the chain is doubted."""
-        self.coming.difference_update(pages)
+        self.reading.difference_update(pages)
         if arrived:
-            self.in_l2(pages, places)
+            self.add_to_l2(pages, host_blocks)
             prefetch.pages_read.update(pages)
             prefetch.request.timeline.add("storage", read.label, *read.span())
             self.counts["storage_pages_read"] += len(pages)
@@ -471,22 +472,22 @@ class TieredCache(offload.HostCache):
     def waits(self, request):
         """Whether storage may bring more of what the request lacks, and the policy lets it wait for that, and
         the engine, once storage has answered. Else it goes on with what has come."""
-        prefetch, silent = request.kept, self.storage and self.storage.silent
+        prefetch, silent = request.memo, self.storage and self.storage.silent
         if not prefetch:
             return False
-        lacks = request.computed < len(prefetch.chain) * self.pool.block_size
-        waits = lacks and not (prefetch.ended or silent) and time.perf_counter() < prefetch.until
+        is_missing = request.computed < len(prefetch.chain) * self.pool.block_size
+        waits = is_missing and not (prefetch.ended or silent) and time.perf_counter() < prefetch.until
         if waits and prefetch.answered and not prefetch.pays:
-            prefetch.pays = waits = self.engine.behind.decide(request, self.offer(request)) > 0
+            prefetch.pays = waits = self.engine.lower_tier.decide(request, self.offer(request)) > 0
         if not waits:
             self.end_prefetch(prefetch)
         return waits
 
     def offer(self, request) -> Match:
         """What storage has said it has: read first, and then loaded."""
-        prefetch, block = request.kept, self.host.block_bytes
+        prefetch, block = request.memo, self.host.block_bytes
         tokens = len(prefetch.chain) * self.pool.block_size - request.computed
-        read = self.storage.seconds(len(self.lacking(prefetch)) * block)
+        read = self.storage.seconds(len(self.to_read(prefetch)) * block)
         load = self.load_link.seconds(tokens // self.pool.block_size * block)
         return Match(tokens, read + load, prefetch, {"storage": tokens})
 
@@ -499,42 +500,42 @@ class TieredCache(offload.HostCache):
 
     def match(self, request):
         """Offer the next run in host memory."""
-        missing, prefetch = self.missing(request), request.kept
-        there = takewhile(lambda span: span[0].places, self.tree.spans(missing))
-        if places := [place for node, part in there for place in node.places[part]]:
-            tokens, read = self.tokens_in(request, places), prefetch.pages_read if prefetch else set()
-            read = self.pool.block_size * len(read.intersection(missing[: len(places)]))
+        missing, prefetch = self.missing(request), request.memo
+        there = takewhile(lambda span: span[0].host_blocks, self.tree.spans(missing))
+        if host_blocks := [host_block for node, part in there for host_block in node.host_blocks[part]]:
+            tokens, read = self.tokens_in(request, host_blocks), prefetch.pages_read if prefetch else set()
+            read = self.pool.block_size * len(read.intersection(missing[: len(host_blocks)]))
             found = dict(cpu=tokens - read, storage=min(tokens, read))
-            seconds = self.load_link.seconds(len(places) * self.host.block_bytes)
-            return Match(tokens, seconds, places, {tier: count for tier, count in found.items() if count > 0})
+            seconds = self.load_link.seconds(len(host_blocks) * self.host.block_bytes)
+            return Match(tokens, seconds, host_blocks, {tier: n for tier, n in found.items() if n > 0})
 
     # In every step, and at the end
 
     def poll(self):
-        self.last_tier = not self.storage or self.storage.behind
+        self.last_tier = not self.storage or self.storage.is_backlogged
         super().poll()
-        self.step_began, now = next(self.engine.prefixes.uses), time.perf_counter()
-        for request in islice(self.engine.waiting, NEXT):  # another engine may have written meanwhile
-            asked = request.kept
-            late = not asked or asked.ended and asked.answered and now > asked.asked_at + AGAIN
+        self.step_began, now = next(self.engine.block_keys.uses), time.perf_counter()
+        for request in islice(self.engine.waiting, RETRY_REQUESTS):  # another engine may have written
+            asked = request.memo
+            late = not asked or asked.ended and asked.answered and now > asked.asked_at + RETRY_SECONDS
             if late and not request.must_compute:
                 self.submitted(request)
         for request in (*self.engine.waiting, *self.engine.running):
-            prefetch, restoration = request.kept, request.restoration
-            if prefetch and request.table and not (restoration and restoration.steps):
+            prefetch, restoration = request.memo, request.restoration
+            if prefetch and request.table and not (restoration and restoration.generator):
                 self.end_prefetch(prefetch)  # the request computes
             elif prefetch and prefetch.answered and not prefetch.ended:
                 self.read_l3(prefetch)
         self.send_l3()
 
     def finished(self, request):
-        self.note(request)
+        self.record_pages(request)
         super().finished(request)
         if self.storage:  # of a chain the end is deleted first
-            self.storage.use([page.key for page in request.chain])
-        if request.kept:
-            self.end_prefetch(request.kept)
-        request.kept = None
+            self.storage.use([page.digest for page in request.chain])
+        if request.memo:
+            self.end_prefetch(request.memo)
+        request.memo = None
 
     def close(self):
         """Let what is on its way arrive, and under write_back send down all that there is time for."""
@@ -555,13 +556,13 @@ class BothEndsCache(TieredCache):
     direction = -1
 
     def waits(self, request):
-        return not (request.kept and request.kept.answered) and super().waits(request)
+        return not (request.memo and request.memo.answered) and super().waits(request)
 
     def offer(self, request):
         """What storage has said it has, while the engine computes from the front."""
         match = super().offer(request)
         compute = self.estimates.seconds_to_compute(request.computed, request.computed + match.tokens)
-        match.seconds, _ = both_ends.meeting(match.seconds, compute)
+        match.seconds, _ = both_ends.time_to_meet(match.seconds, compute)
         return match
 
     def match(self, request):
@@ -572,7 +573,7 @@ class BothEndsCache(TieredCache):
 
     def offers(self, request, start: int) -> bool:
         """Whether storage has brought, or may bring, what is behind token `start`."""
-        prefetch = request.kept
+        prefetch = request.memo
         if not prefetch or not prefetch.answered or len(prefetch.chain) * self.pool.block_size <= start:
             return False
         return not prefetch.ended or prefetch.chain[-1] in self.host.block_of
@@ -591,15 +592,15 @@ class BothEndsCache(TieredCache):
         blocks, until both ends have met or no more pages come. No step computes what is claimed."""
         size, copies, restoration.limit = self.pool.block_size, [], restoration.end
         try:
-            while not restoration.met:
+            while not restoration.ends_met:
                 offload.HostCache.poll(self)  # takes in what has been read meanwhile, and begins no reads
                 front = request.computed + dict(self.engine.work).get(request, 0)  # where the step ends
                 unclaimed = prefetch.chain[self.pool.num_blocks(front) : restoration.limit // size]
-                come = [*takewhile(self.host.block_of.__contains__, reversed(unclaimed))]
-                if come:
-                    restoration.limit -= len(come) * size
-                    places = [self.host.block_of[page] for page in reversed(come)]
-                    copies += self.copy_in(request, restoration.limit, places)
+                ready = [*takewhile(self.host.block_of.__contains__, reversed(unclaimed))]
+                if ready:
+                    restoration.limit -= len(ready) * size
+                    host_blocks = [self.host.block_of[page] for page in reversed(ready)]
+                    copies += self.copy_in(request, restoration.limit, host_blocks)
                 elif prefetch.ended:
                     break  # storage brings no more
                 else:  # the next step computes its share of the rest (chapter 06), to the end of a page
@@ -615,7 +616,7 @@ class BothEndsCache(TieredCache):
         finally:
             links.cancel(copies)
             self.end_prefetch(prefetch)
-            request.timeline.plan = both_ends.drawn(restoration)
+            request.timeline.plan = both_ends.describe_plan(restoration)
 
 
 PREFETCH = dict.fromkeys(["best_effort", "wait_complete", "timeout"], TieredCache)
@@ -639,14 +640,14 @@ def demo(model, frontend: Frontend, arguments):
     with tempfile.TemporaryDirectory() as folder:
         url = arguments.storage or f"file:{folder}"
         ways = {"L1": (1, None), "L1, L2": (host, None), "L1, L2, L3": (host, url)}
-        for name, (places, storage) in {**ways, "L1, L2, L3 of another engine": (host, url)}.items():
-            given = argparse.Namespace(**options | dict(cpu_blocks=places, storage=storage))
+        for name, (host_blocks, storage) in {**ways, "L1, L2, L3 of another engine": (host, url)}.items():
+            given = argparse.Namespace(**options | dict(cpu_blocks=host_blocks, storage=storage))
             engine = engines[name] = make_engine(model, given)
         # 1. Ask each conversation twice, in any order
         taken = {name: converse(engine, frontend, talks, new) for name, engine in engines.items()}
         # 2. Time one long history that only storage has, under each policy
         text = lesson.document_for(engine, frontend, rng, min(most, 2048) // 2, [lesson.SECRET], 2)
-        given.prefetch, given.link = "both_ends", engine.behind.cache.bandwidth
+        given.prefetch, given.link = "both_ends", engine.lower_tier.cache.bandwidth
         both = engines["both_ends"] = make_engine(model, given)
         asked = policies(engine, both, frontend.request(messages=[dict(role="user", content=text)]).tokens)
         for engine in engines.values():
@@ -654,7 +655,7 @@ def demo(model, frontend: Frontend, arguments):
     answers = sum(taken.values(), [requests[-1] for requests in asked.values()])
     verified = lesson.verify(paged.baseline.Engine(model), answers)
 
-    report = dict(link=lesson.described(engine.behind.cache.load_link), verified=verified)
+    report = dict(link=lesson.describe_link(engine.lower_tier.cache.load_link), verified=verified)
     sizes = f"L1 has {device} pages, L2 {host}; they go down by {arguments.write_policy}"
     print(f"{TALKS} conversations of up to {pages} pages, each asked twice; {sizes}\n")
     report |= dict(rows=show_tiers(taken) + show_policies(asked), counters=engine.counters())
@@ -675,17 +676,17 @@ def policies(engine, both, prompt: list[int]) -> dict[str, list[Request]]:
     """Ask the same, when only an L3 that is as slow as computing has it, under each policy: `both_ends` of
     `both`, the others of `engine`."""
     seconds = lesson.ask(engine, prompt).outcome.ttft_ms / 1e3  # it computes all
-    size = len(prompt) / engine.pool.block_size * engine.behind.cache.host.block_bytes
+    size = len(prompt) / engine.pool.block_size * engine.lower_tier.cache.host.block_bytes
     for each in engine, both:
-        each.behind.estimates.always, cache = True, each.behind.cache
+        each.lower_tier.estimates.always, cache = True, each.lower_tier.cache
         cache.storage.bandwidth, cache.timeout = modelled_link.Bandwidth(size / seconds), (seconds / 3, 0.0)
         cache.measure_storage()
 
     def ask(policy: str) -> Request:
         asked = both if policy == "both_ends" else engine
-        lesson.settle(asked)
+        lesson.wait_until_idle(asked)
         asked.evict("host")
-        asked.behind.cache.prefetch_policy = policy
+        asked.lower_tier.cache.prefetch_policy = policy
         return lesson.ask(asked, prompt, 2, "device")
 
     return lesson.in_turn({policy: partial(ask, policy) for policy in PREFETCH})

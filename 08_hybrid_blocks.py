@@ -19,8 +19,8 @@ lanes take equally long:
 Layer by layer the batch passes in mini-batches (zig-zag), so that one fetch of the weights serves all of
 them; while one is computed, the next one's context arrives. A step whose copies fail is run again.
 
-The engine of chapter 02 knows nothing of this. Its pool has numbers only; `Deal` has spread the kinds of
-blocks over them evenly, so that any run of numbers has about the plan's ratio. The plan (section 1) spends
+The engine of chapter 02 knows nothing of this. Its pool has numbers only; `KindMap` has spread the kinds
+of blocks over them evenly, so that any run of numbers has about the plan's ratio. The plan (section 1) spends
 the device's memory on whole layers of weights, or on blocks of one kind.
 
 Source: CAPTURE ("Throughput-Oriented LLM Inference via KV-Activation Hybrid Caching with a Single GPU", Lee
@@ -121,7 +121,7 @@ class Planner(NamedTuple):
     block_size: int = 16
     fill: float = 1.0
 
-    def lanes(self, plan: Plan) -> tuple[float, float]:
+    def lane_seconds(self, plan: Plan) -> tuple[float, float]:
         """-> seconds of a decode step on the link and on the processor, each without waits."""
         costs, sizes = self.costs, self.sizes
         size = (self.layers - plan.resident) * sizes.weights
@@ -132,7 +132,7 @@ class Planner(NamedTuple):
     def seconds(self, plan: Plan) -> float:
         """Estimate the seconds of a decode step, layer by layer. While a layer is computed, a share of some
         weights arrives and then the next layer's context, ACT blocks first. Uneven shares cost time."""
-        load, compute = (lane / self.layers for lane in self.lanes(plan))
+        load, compute = (lane / self.layers for lane in self.lane_seconds(plan))
         weights = self.sizes.weights / self.costs.speed
         context = link = load - weights * (1 - plan.resident / self.layers)  # link: when it is free
         kv, now = self.fill * self.sizes.kv * plan.kv_host / self.layers / self.costs.speed, 0.0
@@ -177,7 +177,7 @@ class Planner(NamedTuple):
             return self.paper_plan()
         acts = {"kv-only": [0], "act-only": [self.blocks]}.get(self.policy, range(self.blocks + 1))
         plans = [plan for plan in self.divisions() if plan.act_host + plan.act_device in acts]
-        return min(plans, key=lambda plan: (self.seconds(plan), self.lanes(plan)[1], plan))
+        return min(plans, key=lambda plan: (self.seconds(plan), self.lane_seconds(plan)[1], plan))
 
     def divisions(self):
         """Yield plans: for any number of resident layers, and KV or ACT blocks in what is left of the device,
@@ -196,7 +196,7 @@ class Planner(NamedTuple):
         """-> the seconds that one more ACT block in place of a KV block adds to a decode step."""
         return self.seconds(plan.with_acts(count + 1)) - self.seconds(plan.with_acts(count))
 
-    def after(self, samples: list[tuple]) -> "Planner":
+    def with_samples(self, samples: list[tuple]) -> "Planner":
         """-> a planner with the costs of decode steps, each (blocks, seconds to rebuild one in a layer or 0,
         seconds of the rest of the layer): the medians."""
         blocks, rebuilds, forwards = zip(*samples)
@@ -229,30 +229,31 @@ class Weights:
                 memory = links.host_memory(parameter.shape, model.dtype, model.device, "A weight")
                 parameter.data = memory.copy_(parameter)
         self.streamed, self.shares = stream(len(self.host), resident)
-        self.kept = {at: self.place(model) for at, _ in enumerate(self.host) if at not in self.streamed}
-        for index, place in self.kept.items():
-            for parameter, weight in zip(place.parameters(), self.host[index].parameters()):
+        layers = range(len(self.host))
+        self.resident = {at: self.new_layer(model) for at in layers if at not in self.streamed}
+        for index, layer in self.resident.items():
+            for parameter, weight in zip(layer.parameters(), self.host[index].parameters()):
                 parameter.data = weight.data.to(model.device)
-        self.places = [self.place(model) for _ in range(2 if self.streamed else 0)]  # to use, and to fill
-        self.expect(-1)
+        self.buffers = [self.new_layer(model) for _ in range(2 if self.streamed else 0)]  # to use and to fill
+        self.fetch_next(-1)
 
     @staticmethod
-    def place(model: Llama) -> Layer:
+    def new_layer(model: Llama) -> Layer:
         """Room for a layer on the device."""
         return Layer(model.config, dtype=model.dtype, device=model.device).requires_grad_(False)
 
-    def expect(self, after: int):
+    def fetch_next(self, after: int):
         """Fetch next the weights of the first streamed layer behind layer `after`. -1: at the beginning, and
         after a failure."""
         later = [index for index in self.streamed if index > after]
-        self.coming, self.sent, self.transfers = (later + self.streamed + [0])[0], 0.0, []
+        self.next_streamed, self.sent, self.transfers = (later + self.streamed + [0])[0], 0.0, []
 
     def fetch(self, share: float):
         """Issue the copy of a share of the rows of each weight that comes, or of the rows that are left."""
         if not self.streamed:
             return
         first, self.sent, pieces = self.sent, min(1.0, self.sent + share), []
-        for pair in zip(self.places[1].parameters(), self.host[self.coming].parameters()):
+        for pair in zip(self.buffers[1].parameters(), self.host[self.next_streamed].parameters()):
             rows = slice(round(first * len(pair[0])), round(self.sent * len(pair[0])))
             pieces.append([weight[rows] for weight in pair])
         if any(len(to) for to, _ in pieces):
@@ -261,17 +262,17 @@ class Weights:
 
     def layer(self, index: int) -> Layer:
         """Wait for layer `index` -> the layer. The next one comes in its predecessor's place."""
-        if index in self.kept:
-            return self.kept[index]
+        if index in self.resident:
+            return self.resident[index]
         self.fetch(1.0)
         for transfer in self.transfers:
-            arrive(transfer)
-        self.places.reverse()
-        self.expect(index)
-        return self.places[0]
+            await_transfer(transfer)
+        self.buffers.reverse()
+        self.fetch_next(index)
+        return self.buffers[0]
 
 
-def arrive(transfer):
+def await_transfer(transfer):
     """Order a transfer before what is computed next; have the host wait only where it must."""
     if not transfer.queue_wait():
         transfer.wait()
@@ -287,7 +288,7 @@ class Item(NamedTuple):
     end: int  # those and the new ones
 
 
-def form(items: list[Item], rows: int) -> list[list[Item]]:
+def form_batches(items: list[Item], rows: int) -> list[list[Item]]:
     """Pack requests into few mini-batches of similar length, of at most `rows` tokens or of one request. Each
     has about the plan's ratio, so that in each mini-batch rebuilding and loading are about even."""
     total = sum(item.end for item in items)
@@ -302,14 +303,14 @@ def form(items: list[Item], rows: int) -> list[list[Item]]:
     return formed
 
 
-class Deal:
+class KindMap:
     """Says which kind of block each number of the pool stands for, and which one of that kind. Spreads the
     kinds evenly: each run of numbers has the plan's ratio (equation 5), within about a block."""
 
     def __init__(self, plan: Plan, block_size: int):
         self.block_size, counts = block_size, plan[1:]
-        places = [(torch.arange(count) + 0.5) / max(1, count) for count in counts]
-        order = torch.cat(places).argsort(stable=True)
+        positions = [(torch.arange(count) + 0.5) / max(1, count) for count in counts]
+        order = torch.cat(positions).argsort(stable=True)
         self.kinds = torch.arange(len(KINDS)).repeat_interleave(torch.tensor(counts))[order]  # [blocks]
         self.numbers = torch.cat([torch.arange(count) for count in counts])[order]  # [blocks]
 
@@ -319,20 +320,20 @@ class Deal:
         return self.kinds[blocks], self.numbers[blocks] * self.block_size + positions % self.block_size
 
 
-def form_as_paper(planner: Planner, deal: Deal, items: list[Item], rows: int) -> list[list[Item]]:
+def form_paper_batches(planner: Planner, kind_map: KindMap, items: list[Item], rows: int) -> list[list[Item]]:
     """Form the paper's mini-batches (section IV-C-3). The first request that has room in the current one and
     does not worsen its imbalance joins it; a tie joins, since equation 5 makes ties the rule, and the paper
     wants few. When none does, the first of all begins the next one, whatever its size. Limits of ACT and of
     KV blocks never count: the attention buffer is as long, and holds both kinds."""
-    costs, most = planner.costs, rows // deal.block_size
+    costs, most = planner.costs, rows // kind_map.block_size
     kv_per_act = costs.rebuild / (planner.sizes.kv / planner.layers / costs.speed)
 
     def imbalance(blocks):
         balance = blocks[..., 1] / blocks[..., 0] * kv_per_act  # equation 6
         return torch.maximum(balance, 1 / balance)  # equation 7
 
-    tables = [item.request.table[: -(-item.end // deal.block_size)] for item in items]
-    own = torch.stack([torch.bincount(deal.kinds[table] % 2, minlength=2) for table in tables])  # KV, ACT
+    tables = [item.request.table[: -(-item.end // kind_map.block_size)] for item in items]
+    own = torch.stack([torch.bincount(kind_map.kinds[table] % 2, minlength=2) for table in tables])  # KV, ACT
     formed, left, held = [], list(range(len(items))), torch.tensor((most, most))
     while left:
         both = held + own[left]  # [left, 2]
@@ -352,7 +353,7 @@ class Tokens(NamedTuple):
     slots: torch.Tensor  # in the memory of their kind
     rows: torch.Tensor  # of the attention buffer, or of the mini-batch for new tokens
     positions: torch.Tensor
-    places: links.Places  # to rows from slots; of new tokens: to slots from those of one kind
+    pairs: links.BlockPairs  # to rows from slots; of new tokens: to slots from those of one kind
 
 
 def by_kind(kinds, slots, rows, positions, device, new=False):
@@ -361,19 +362,19 @@ def by_kind(kinds, slots, rows, positions, device, new=False):
         mine = kinds == kind
         tokens = slots[mine], rows[mine], positions[mine]
         sides = (tokens[0], torch.arange(len(tokens[0]))) if new else (tokens[1], tokens[0])
-        yield Tokens(*(upload(each, device) for each in tokens), links.Places(*sides))
+        yield Tokens(*(upload(each, device) for each in tokens), links.BlockPairs(*sides))
 
 
 class MiniBatch:
     """Some requests of a step. Each has a part of the attention buffer: its context, in the order of kinds,
     then its new tokens. (Positions are in the keys: attention reads them in any order.)"""
 
-    def __init__(self, items: list[Item], deal: Deal, model: Llama):
+    def __init__(self, items: list[Item], kind_map: KindMap, model: Llama):
         self.items, self.device, self.rows_used = items, model.device, 0
         tokens, context, new = [], [], []
         for request, start, end in items:
             positions = torch.arange(end)
-            kinds, slots = deal.slots(request.table, positions)
+            kinds, slots = kind_map.slots(request.table, positions)
             order = kinds[:start].argsort(stable=True)
             rows = self.rows_used + positions  # of the attention buffer
             context.append(torch.stack((kinds[order], slots[order], rows[:start], order)))
@@ -407,7 +408,8 @@ class HybridRunner:
 
     def __init__(self, model: Llama, plan: Plan, bandwidth, block_size=16, rows=8192):
         """`bandwidth`: of a modelled link, None on a GPU. `rows`: tokens of context on the device at once."""
-        self.model, self.plan, self.deal, self.form = model, plan, Deal(plan, block_size), form
+        self.model, self.plan, self.form_batches = model, plan, form_batches
+        self.kind_map = KindMap(plan, block_size)
         self.rows = max(rows, model.config.max_position_embeddings)
         self.pool = paged.BlockPool(sum(plan[1:]), block_size)
         self.clock = Clock(model.device)
@@ -444,8 +446,8 @@ class HybridRunner:
     def step(self, work: list) -> tuple:
         # 1. Mini-batches
         items = [Item(one, one.computed, one.computed + count) for one, count in work]
-        batches = [MiniBatch(some, self.deal, self.model) for some in self.form(items, self.rows)]
-        arrival, total, self.saves = self.bring(0, batches[0]), sum(batch.rows_used for batch in batches), []
+        batches = [MiniBatch(some, self.kind_map, self.model) for some in self.form_batches(items, self.rows)]
+        arrival, total, self.saves = self.copy_in(0, batches[0]), sum(one.rows_used for one in batches), []
 
         # 2. Layer by layer, mini-batch by mini-batch: while one computes, the next one's context arrives, and
         #    a portion of the next layer's weights; behind the last layer come those of the next step's first
@@ -455,10 +457,10 @@ class HybridRunner:
                 layer = self.weights.layer(index)
                 layer.rotates = self.model.layers[index].rotates
             self.weights.fetch(batch.rows_used / total * self.weights.shares[index])
-            coming = self.bring(*following) if following else None
+            next_arrival = self.copy_in(*following) if following else None
             kv = self.rebuild(index, layer, *arrival)
             self.compute(index, layer, batch, kv)
-            arrival = coming
+            arrival = next_arrival
 
         # 3. The logits of each request's last token. What was computed is in its blocks
         began, row, rows = self.clock.mark(), -1, []
@@ -475,7 +477,7 @@ class HybridRunner:
 
     # The link and the processor
 
-    def bring(self, index: int, batch: MiniBatch) -> tuple:
+    def copy_in(self, index: int, batch: MiniBatch) -> tuple:
         """Issue the transfers of a mini-batch's context in one layer, to the rows where it is needed -> what
         `rebuild` takes: the buffers [rows, 2, KVH, hd] and [rows, D], and transfers of ACT and KV or None."""
         kv, act = self.buffers[0]  # of two pairs the one used longer ago: what reads it is queued already
@@ -484,8 +486,8 @@ class HybridRunner:
         for kind, into, label in (ACT_HOST, act, "act"), (KV_HOST, kv, "kv"):
             transfers.append(None)
             if len(batch.context[kind].slots):
-                memory, places = self.memory[kind][index], batch.context[kind].places
-                transfers[-1] = self.load_link.copy(into, memory, label, places)
+                memory, pairs = self.memory[kind][index], batch.context[kind].pairs
+                transfers[-1] = self.load_link.copy(into, memory, label, pairs)
                 self.transfers.append(transfers[-1])
         return batch, kv, act, *transfers
 
@@ -496,18 +498,18 @@ class HybridRunner:
         if len(acts.slots):
             self.project(layer, self.memory[ACT_DEVICE][index], acts.slots, acts, kv)
         if act_copy:
-            arrive(act_copy)
+            await_transfer(act_copy)
             self.project(layer, act, host.rows, host, kv)
         if kv_copy:
-            arrive(kv_copy)
+            await_transfer(kv_copy)
         return kv
 
     def project(self, layer: Layer, states, where, tokens: Tokens, kv):
         """Project the `states` [., D] in places `where` [n] to K and V, into the rows of `kv` of `tokens`."""
         began = self.clock.mark()
         portions = (each.split(ROWS) for each in (where, tokens.rows, tokens.positions))
-        for places, rows, positions in zip(*portions):
-            new_kv = layer.project_kv(states.index_select(0, places), self.model.rotary(positions))
+        for slots, rows, positions in zip(*portions):
+            new_kv = layer.project_kv(states.index_select(0, slots), self.model.rotary(positions))
             for side, values in zip(kv.unbind(1), new_kv):
                 side.index_copy_(0, rows, values)
         self.marks.append(("rebuild", began, self.clock.mark()))
@@ -522,13 +524,13 @@ class HybridRunner:
 
         batch.hidden = layer(hidden, batch.rotation, attend)  # [T, D]
         self.marks.append(("forward", began, self.clock.mark()))
-        for kind, (slots, rows, _, places) in enumerate(batch.new):
+        for kind, (slots, rows, _, pairs) in enumerate(batch.new):
             memory, states = self.memory[kind][index], new[0] if kind in (KV_HOST, KV_DEVICE) else hidden
             states = states.index_select(0, rows)  # [n, 2, KVH, hd] or [n, D]
             if kind in (KV_DEVICE, ACT_DEVICE):
                 memory.index_copy_(0, slots, states)
             elif len(slots):
-                self.saves.append(self.save_link.copy(memory, states, "store", places))
+                self.saves.append(self.save_link.copy(memory, states, "store", pairs))
                 self.transfers.append(self.saves[-1])
 
     def forget(self):
@@ -536,10 +538,10 @@ class HybridRunner:
         for transfer in [*self.earlier, *self.transfers]:
             with suppress(links.TransferError):
                 transfer.wait()
-        self.weights.expect(-1)
+        self.weights.fetch_next(-1)
         self.marks, self.transfers, self.earlier = [], [], []
 
-    def cost(self) -> tuple:
+    def step_costs(self) -> tuple:
         """-> a sample for Planner.after, of the last step, in which all requests decoded."""
         layers, size, seconds = len(self.model.layers), self.pool.block_size, dict(rebuild=0.0, forward=0.0)
         for label, began, ended in self.marks:
@@ -561,11 +563,11 @@ def make_runner(planner: Planner, model: Llama, bandwidth, rows=8192) -> HybridR
     """-> a runner of the planner's plan; of the paper's, with its mini-batches."""
     runner = HybridRunner(model, planner.plan(), bandwidth, planner.block_size, rows)
     if planner.policy == "paper":
-        runner.form = partial(form_as_paper, planner, runner.deal)
+        runner.form_batches = partial(form_paper_batches, planner, runner.kind_map)
     return runner
 
 
-def ready(runner: HybridRunner, contexts: list[int]) -> paged.Engine:
+def decode_engine(runner: HybridRunner, contexts: list[int]) -> paged.Engine:
     """-> an engine whose requests are about to decode, behind contexts that were filled with a number."""
     engine = paged.Engine(runner, max_running=len(contexts))
     for memory in runner.memory:
@@ -580,16 +582,16 @@ def ready(runner: HybridRunner, contexts: list[int]) -> paged.Engine:
 
 def measure(planner: Planner, model: Llama, bandwidth, contexts: list[int], rows=8192) -> Planner:
     """Measure a few decode steps -> `planner` with their costs. Raises ModelError."""
-    engine, samples = ready(make_runner(planner, model, bandwidth, rows), contexts), []
+    engine, samples = decode_engine(make_runner(planner, model, bandwidth, rows), contexts), []
     for _ in range(8):
         engine.step()
         if engine.failures:
             words = "A decode step, to measure, has failed; choose fewer --blocks or a smaller --mini-batch."
             raise checkpoint.ModelError(words)
-        samples.append(engine.runner.cost())
+        samples.append(engine.runner.step_costs())
     engine.runner.forget()
     engine.runner = None  # its memory is free now; the engine itself is when the collector finds it
-    return planner.after(samples[1:])
+    return planner.with_samples(samples[1:])
 
 
 def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
@@ -702,11 +704,11 @@ def demo(model: Llama, frontend: Frontend, arguments):
 def time_policies(planner: Planner, model: Llama, bandwidth, f: float | None) -> tuple:
     """Time decode steps under each policy in turn, and print a table -> rows, the link, hybrid's timeline."""
     runners = {policy: make_runner(planner._replace(policy=policy), model, bandwidth) for policy in POLICIES}
-    engines = {policy: ready(runner, CONTEXTS) for policy, runner in runners.items()}
+    engines = {policy: decode_engine(runner, CONTEXTS) for policy, runner in runners.items()}
     taken = lesson.in_turn({policy: partial(one_step, each) for policy, each in engines.items()}, warm_up=0)
     rates = {policy: [len(CONTEXTS) / seconds for seconds, _ in steps] for policy, steps in taken.items()}
     print()
-    link = lesson.described(runners["hybrid"].load_link)
+    link = lesson.describe_link(runners["hybrid"].load_link)
     rows = lesson.table(f"Decode, f = {f or 'as it is'}", rates, "tokens_per_second", "tokens/s")
     for row in rows:
         plan, steps = runners[row["case"]].plan, sorted(taken[row["case"]], key=lambda step: step[0])

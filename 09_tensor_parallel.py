@@ -24,8 +24,9 @@ alike if they believe the same. Each rank alone knows a few numbers; all believe
     a match           0 computing is sooner    1 loading is                         once an admission
     the last layer    0 something is missing here    1 all is here                  once a restoration
 
-The last one is for a pass that waits for a restoration (`Shared.queue_wait`). "Too late" stays: what arrives
-later is not used. Rank 0 hears what is asked, and tells it with the agreement of a step (shell/ranks.py).
+The last one is for a pass that waits for a restoration (`AgreedTransfer.queue_wait`). "Too late" stays: what
+arrives later is not used. Rank 0 hears what is asked, and tells it with the agreement of a step
+(shell/ranks.py).
 
 With `--storage` K and V go to storage too, an object for each page and KV head: any number of ranks reads
 what any other has written, and all read the pages that every rank finds: the least hit count. With fewer KV
@@ -68,7 +69,7 @@ from common.requests import Request, RequestError
 from common.restoring import Restorer
 from shell import backends, charts, checkpoint, hardware, lesson, modelled_link
 from shell.frontend import Frontend
-from shell.ranks import Everywhere, Ranks, join, of_environment
+from shell.ranks import BroadcastEngine, Ranks, join, of_environment
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states = importlib.import_module("04_hidden_state_cache")
@@ -76,7 +77,7 @@ ON_ITS_WAY, FAILED, ARRIVED = range(3)
 
 # 1. The model, divided -------------------------------------------------------------------------
 
-class Division:
+class Sharding:
     """Gives a rank its part of a model."""
 
     def __init__(self, ranks: Ranks):
@@ -102,37 +103,37 @@ class Division:
     def divide(self, model):
         """Join what the parts compute: sums over ranks, and logits of all tokens, the same bits on each."""
         config, where = model.config, dict(dtype=model.dtype, device=model.embedding.device)
-        model.division = self
+        model.sharding = self
         model.head = Linear(config.hidden_size, config.vocab_size // self.ranks.count, False, **where)
-        model.head.register_forward_hook(lambda head, inputs, logits: self.ranks.gather(logits))
+        model.head.register_forward_hook(lambda head, inputs, logits: self.ranks.all_gather(logits))
         for layer in model.layers:
             for linear in layer.o_proj, layer.down_proj:
-                linear.register_forward_hook(lambda linear, inputs, out: self.ranks.total(out))
+                linear.register_forward_hook(lambda linear, inputs, out: self.ranks.all_sum(out))
 
-    def fill(self, place, name: str, whole):
-        """Copy this rank's part of a weight to its `place`."""
+    def fill(self, target, name: str, whole):
+        """Copy this rank's part of a weight to its `target`."""
         rank, n = self.ranks.rank, self.ranks.count
         if "o_proj" in name or "down_proj" in name:  # some of the inputs; what is added once is rank 0's
             whole = whole.chunk(n, 1)[rank] if whole.ndim == 2 else whole * (rank == 0)
         elif any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")):
             pieces = min(n, self.kv_heads) if "k_proj" in name or "v_proj" in name else n
             whole = whole.chunk(pieces)[rank * pieces // n]
-        place.copy_(whole)
+        target.copy_(whole)
 
 
 # 2. Agreement ----------------------------------------------------------------------------------
 
-class Shared(links.Transfer):
+class AgreedTransfer(links.Transfer):
     """A transfer as all ranks see it: over when it is over on all of them, failed if it has failed on any."""
 
     issued = 0.0  # only the restoration's deadline counts: the ranks agree on that
 
-    def __init__(self, own: links.Transfer, cache: "OnRanks", number):
+    def __init__(self, own: links.Transfer, cache: "SyncedCache", number):
         self.own, self.cache, self.number, self.state = own, cache, number, ON_ITS_WAY
         self.lane, self.label = own.lane, own.label
         self.restoration, self.last = None, False  # whose it is, and whether it brings the last layer
 
-    def seen_here(self) -> int:
+    def local_state(self) -> int:
         if not self.own.ready:
             return ON_ITS_WAY
         return FAILED if self.own.error is not None else ARRIVED + self.number(self.own.value)
@@ -140,7 +141,7 @@ class Shared(links.Transfer):
     @property
     def ready(self) -> bool:
         """Whether it is over on all ranks; the last layer's also waits for earlier ones that were skipped."""
-        passed = self.restoration.passed if self.last else ()
+        passed = self.restoration.completed if self.last else ()
         return self.state != ON_ITS_WAY and all(one.state != ON_ITS_WAY for one in passed)
 
     @property
@@ -164,7 +165,7 @@ class Shared(links.Transfer):
         return self.own.span() if self.own.ready else (self.own.issued, self.own.issued)
 
 
-class OnRanks(Cache):
+class SyncedCache(Cache):
     """Put before a chapter's Cache among the bases, this has it do the same on all ranks. Three calls are
     collective: `poll`, `agree` after a `match`, and `agree` in the `queue_wait` of a last layer."""
 
@@ -174,56 +175,56 @@ class OnRanks(Cache):
         super().__init__(*what)
         self.ranks = ranks
         self.commands: deque = deque()  # of rank 0, for all; a Request goes as its id()
-        self.heard: deque = deque()  # those that all ranks are to do now
-        self.shared: list[Shared] = []  # those that may be under way, oldest first
+        self.received: deque = deque()  # those that all ranks are to do now
+        self.agreed: list[AgreedTransfer] = []  # those that may be under way, oldest first
         self.until = WeakKeyDictionary()  # restoration, or request in line -> its deadline here; 0: failed
 
     def agree(self, fact):
-        return self.ranks.all(fact)
+        return self.ranks.all_true(fact)
 
     def poll(self):
         """Agree on all that is under way, and hear what rank 0 has to say."""
         # 1. What this rank knows, in an order that is the same on all
         awaited = [(one.restoration, "deadline") for one in self.engine.running if one.restoration]
-        awaited += [(one, "patience") for one in self.engine.waiting if one in self.until]
-        self.shared = [one for one in self.shared if not one.ready]
+        awaited += [(one, "wait_deadline") for one in self.engine.waiting if one in self.until]
+        self.agreed = [one for one in self.agreed if not one.ready]
         facts = [time.perf_counter() < self.until[one] for one, _ in awaited]
-        facts += [one.seen_here() for one in self.shared]
+        facts += [one.local_state() for one in self.agreed]
         commands = [self.commands.popleft() for _ in range(len(self.commands))]
         message = json.dumps(commands, default=id).encode() if commands else b""
         size = len(message) if self.ranks.rank == 0 else sys.maxsize  # the minimum is rank 0's
         # 2. What all may believe
-        size, *facts = self.ranks.least([size, *map(int, facts)])
+        size, *facts = self.ranks.all_min([size, *map(int, facts)])
         for (one, limit), in_time in zip(awaited, facts):
             setattr(one, limit, math.inf if in_time else 0.0)
-        for transfer, state in zip(self.shared, facts[len(awaited) :]):
+        for transfer, state in zip(self.agreed, facts[len(awaited) :]):
             transfer.state = state
         # 3. What follows from it
         super().poll()
-        self.heard += json.loads(self.ranks.tell(message, size)) if size else ()
+        self.received += json.loads(self.ranks.broadcast(message, size)) if size else ()
 
-    def agree_on(self, transfer: links.Transfer, number=lambda value: 0) -> Shared:
+    def agree_on(self, transfer: links.Transfer, number=lambda value: 0) -> AgreedTransfer:
         """Agree on a transfer from now on, and on a `number` that its value says here."""
-        if not hasattr(transfer, "shared"):
-            transfer.shared = Shared(transfer, self, number)
-            self.shared.append(transfer.shared)
-        return transfer.shared
+        if not hasattr(transfer, "agreed"):
+            transfer.agreed = AgreedTransfer(transfer, self, number)
+            self.agreed.append(transfer.agreed)
+        return transfer.agreed
 
     def hold(self, lane, transfers, *held, **options):
         """Release on all ranks in the same step."""
         super().hold(lane, [self.agree_on(transfer) for transfer in transfers], *held, **options)
 
     def submitted(self, request):
-        if request.patience < math.inf:
-            self.until[request] = request.patience
-            request.patience = math.inf  # until poll says that it is over on a rank
+        if request.wait_deadline < math.inf:
+            self.until[request] = request.wait_deadline
+            request.wait_deadline = math.inf  # until poll says that it is over on a rank
         super().submitted(request)
 
     def restore(self, request, restoration, match):
         self.until[restoration] = restoration.deadline
         restoration.deadline = math.inf  # until poll says that it is over on a rank
-        with closing(super().restore(request, restoration, match)) as steps:
-            for transfer in map(self.agree_on, steps):
+        with closing(super().restore(request, restoration, match)) as generator:
+            for transfer in map(self.agree_on, generator):
                 transfer.restoration = restoration
                 transfer.last = restoration.layers == len(self.model.layers) - 1
                 yield transfer
@@ -233,11 +234,11 @@ class OnRanks(Cache):
 
 # 3. What a rank keeps --------------------------------------------------------------------------
 
-class KVCache(OnRanks, offload.HostCache):
+class KVCache(SyncedCache, offload.HostCache):
     """Chapter 03's Cache: the K and V of a rank's heads."""
 
 
-class ColumnsCache(OnRanks, hidden_states.HiddenCache):
+class ColumnsCache(SyncedCache, hidden_states.HiddenCache):
     """Chapter 04's Cache, which keeps a rank's columns of each layer's input."""
 
     @property
@@ -253,7 +254,7 @@ class ColumnsCache(OnRanks, hidden_states.HiddenCache):
 
     def project(self, layer, hidden, rotation, slots):
         """Gather the columns [T, D / n] of all ranks first. Layer 0's input, the embedding, is whole."""
-        super().project(layer, self.ranks.gather(hidden) if layer else hidden, rotation, slots)  # [T, D]
+        super().project(layer, self.ranks.all_gather(hidden) if layer else hidden, rotation, slots)  # [T, D]
 
 
 class PageHeadCache(KVCache):
@@ -266,77 +267,77 @@ class PageHeadCache(KVCache):
         """`heads`: this rank's, of the whole model's KV heads. `writes`: no other rank writes these."""
         super().__init__(ranks, blocks, bandwidth)
         self.storage, self.heads, self.writes = storage, heads, writes
-        self.coming: set = set()  # prefixes on their way from storage
+        self.reading: set = set()  # prefixes on their way from storage
         self.late = False  # a request has waited for it in vain, and nothing has come since
 
     def attach(self, engine):
         super().attach(engine)
         self.storage.open(engine.wake.set)
 
-    def keys(self, prefixes) -> list[bytes]:
+    def keys(self, block_keys) -> list[bytes]:
         """-> of each page a key for each of this rank's heads."""
-        return [sha256(prefix.key + b"head %d" % head).digest() for prefix in prefixes for head in self.heads]
+        return [sha256(one.digest + b"head %d" % head).digest() for one in block_keys for head in self.heads]
 
-    def memory(self, places) -> list:
+    def memory(self, host_blocks) -> list:
         """-> the memory [L, 2, page size, hd] of each."""
         array, heads = as_integers(self.host.memory), range(len(self.heads))  # [L, places, 2, ...]
-        return [array[:, place, :, :, head] for place in places for head in heads]
+        return [array[:, host_block, :, :, head] for host_block in host_blocks for head in heads]
 
-    def is_near(self, prefix) -> bool:
-        return prefix in self.pool.block_of or self.keeps(prefix)
+    def is_local(self, block_key) -> bool:
+        return block_key in self.pool.block_of or self.has_block(block_key)
 
     def submitted(self, request):
         """Ask storage for all pages behind those that are near; while it is late, for one request."""
-        pages = list(dropwhile(self.is_near, self.missing(request)))
-        if len(pages) * self.pool.block_size >= self.threshold and not (self.late and self.under_way["ask"]):
+        pages = list(dropwhile(self.is_local, self.missing(request)))
+        if len(pages) * self.pool.block_size >= self.threshold and not (self.late and self.in_flight["ask"]):
             count = lambda there: len(list(takewhile(bool, there))) // len(self.heads)  # noqa: E731
             answer = self.storage.exists(self.keys(pages))
-            request.kept = self.agree_on(answer, count)
-            self.hold("ask", [answer], then=partial(self.answered, request, pages, request.kept))
+            request.memo = self.agree_on(answer, count)
+            self.hold("ask", [answer], then=partial(self.on_answer, request, pages, request.memo))
 
-    def answered(self, request, pages: list, answer: Shared, arrived: bool):
+    def on_answer(self, request, pages: list, answer: AgreedTransfer, arrived: bool):
         """Read those pages that all ranks can read and that are not near, as far as there are places."""
         pages, count = pages[: max(0, answer.state - ARRIVED)], max(1, self.run // self.pool.block_size)
         if len(pages) * self.pool.block_size < self.threshold:
             return
-        lacking = [prefix for prefix in pages if not (self.is_near(prefix) or prefix in self.coming)]
-        lacking = lacking or pages[: count * self.late]  # does storage read again?
-        most = max(0, self.host.size // 2 - len(self.coming))
-        fits = self.host.make_room(min(len(lacking), most), request.chain)
-        lacking, places = lacking[:fits], self.host.allocate(fits)
-        self.coming.update(lacking)
+        to_read = [one for one in pages if not (self.is_local(one) or one in self.reading)]
+        to_read = to_read or pages[: count * self.late]  # does storage read again?
+        most = max(0, self.host.size // 2 - len(self.reading))
+        fits = self.host.make_room(min(len(to_read), most), request.chain)
+        to_read, host_blocks = to_read[:fits], self.host.allocate(fits)
+        self.reading.update(to_read)
         for at in range(0, fits, count):
-            prefixes, into = lacking[at : at + count], places[at : at + count]
-            read = self.storage.get(self.keys(prefixes), self.memory(into))
-            then = partial(self.brought, prefixes, into)
+            block_keys, into = to_read[at : at + count], host_blocks[at : at + count]
+            read = self.storage.get(self.keys(block_keys), self.memory(into))
+            then = partial(self.on_read, block_keys, into)
             self.hold("storage", [read], given=[(self.host, into)], then=then)
 
-    def brought(self, prefixes: list, places: list[int], arrived: bool):
-        self.coming.difference_update(prefixes)
+    def on_read(self, block_keys: list, host_blocks: list[int], arrived: bool):
+        self.reading.difference_update(block_keys)
         self.late &= not arrived
-        for prefix, place in zip(prefixes, places) if arrived else ():
-            self.host.register(place, prefix)
+        for block_key, host_block in zip(block_keys, host_blocks) if arrived else ():
+            self.host.register(host_block, block_key)
 
     def waits(self, request):
-        asking = request.kept and not request.kept.ready
-        waits = asking or not self.coming.isdisjoint(self.missing(request))
-        self.late |= waits and request.patience <= 0
+        asking = request.memo and not request.memo.ready
+        waits = asking or not self.reading.isdisjoint(self.missing(request))
+        self.late |= waits and request.wait_deadline <= 0
         return waits and not self.late
 
     def finished(self, request):
         super().finished(request)
         self.storage.use(self.keys(request.chain))
 
-    def saved(self, request, transfer, prefixes, places, arrived: bool):
+    def on_saved(self, request, transfer, block_keys, host_blocks, arrived: bool):
         """Write the pages that have arrived in host memory; at most a quarter of it is locked for that."""
-        super().saved(request, transfer, prefixes, places, arrived)
-        for prefix, place in zip(prefixes, places):
-            if arrived and len(self.under_way["written"]) < max(1, self.host.size // 4):
-                keys, values = self.keys([prefix]), self.memory([place])
+        super().on_saved(request, transfer, block_keys, host_blocks, arrived)
+        for block_key, host_block in zip(block_keys, host_blocks):
+            if arrived and len(self.in_flight["written"]) < max(1, self.host.size // 4):
+                keys, values = self.keys([block_key]), self.memory([host_block])
                 if not self.writes:  # another rank does, and doubts them itself until it has
                     self.storage.doubted.difference_update(keys)
                     keys = values = []
-                self.hold("written", [self.storage.set(keys, values)], (self.host, [place]))
+                self.hold("written", [self.storage.set(keys, values)], (self.host, [host_block]))
 
     def close(self):
         self.close_each(super(), self.storage)
@@ -349,17 +350,17 @@ KEEPS = {"nothing": "nothing", "kv": "K and V", "states": "hidden states"}
 
 def demo(model, frontend: Frontend, arguments):
     """A conversation that comes back on all ranks, beside one rank alone; and a rank that has lost a page."""
-    ranks, new = model.division.ranks, max(2, min(arguments.max_tokens, 8))
+    ranks, new = model.sharding.ranks, max(2, min(arguments.max_tokens, 8))
     arguments.always_restore, arguments.storage = True, None
     # 1. Ask on all ranks: each keeps its part, the device loses everything, and it comes back
-    engines, asked, length, said = {}, [], frontend.context, [lesson.SECRET, lesson.QUESTION]
+    engines, asked, length, turns = {}, [], frontend.context, [lesson.SECRET, lesson.QUESTION]
     if ranks.rank == 0:
         whole, *_ = checkpoint.load(arguments.model, arguments.dtype, arguments.device)
         length = lesson.context(whole, frontend)
-    (length,) = ranks.least([length // 2])
+    (length,) = ranks.all_min([length // 2])
     for keep in KEEPS:
         engines[keep] = make_engine(model, arguments, keep)
-        asked += lesson.converse(engines[keep], frontend, length, said, new)
+        asked += lesson.converse(engines[keep], frontend, length, turns, new)
     prompt, timeline = asked[-1].tokens[: asked[-1].prompt_tokens], asked[-1].timeline
     # 2. Ask again when one rank has lost a page in storage
     lost = lose_a_page(model, arguments, prompt, new)
@@ -369,7 +370,7 @@ def demo(model, frontend: Frontend, arguments):
         verified = lesson.verify(paged.baseline.Engine(whole), asked + lost)
         single = {keep: make_engine(whole, arguments, keep) for keep in KEEPS}
     for count, ways in (1, single), (ranks.count, engines):
-        ranks.meet()
+        ranks.barrier()
         for keep, engine in ways.items():
             lesson.ask(engine, prompt, 2, "device")  # which keeps what was asked
             before, case = engine.counts["bytes_in"], f"{KEEPS[keep]}, {count} rank{'s' * (count > 1)}"
@@ -380,7 +381,7 @@ def demo(model, frontend: Frontend, arguments):
     if ranks.rank:
         return
     # 4. Show
-    link = lesson.described(engines["states"].behind.cache.load_link)  # of each rank
+    link = lesson.describe_link(engines["states"].lower_tier.cache.load_link)  # of each rank
     rows = lesson.table(f"TTFT behind {len(prompt)} tokens", taken, "ttft_ms", "ms")
     for row, size in zip(rows, carried.values()):
         row["bytes_over_link"] = size
@@ -402,19 +403,19 @@ def demo(model, frontend: Frontend, arguments):
 
 def lose_a_page(model, arguments, prompt: list[int], new: int) -> list[Request]:
     """Ask where only storage has the history, before and after the last rank has lost a page of it."""
-    ranks, answered = model.division.ranks, []
+    ranks, answered = model.sharding.ranks, []
     with tempfile.TemporaryDirectory() as own:
-        folder = ranks.tell(own.encode(), len(own)).decode()  # rank 0's
+        folder = ranks.broadcast(own.encode(), len(own)).decode()  # rank 0's
         options = argparse.Namespace(**{**vars(arguments), "storage": f"file:{folder}"})
         engine = make_engine(model, options, "kv")
         chain = lesson.ask(engine, prompt).chain
         for lost in [], chain[len(chain) // 2 :][:1]:
-            lesson.settle(engine)
+            lesson.wait_until_idle(engine)
             engine.evict("host")
             if lost and ranks.rank == ranks.count - 1:
-                Path(f"{folder}/{engine.behind.cache.keys(lost)[-1].hex()}.page").unlink(missing_ok=True)
+                Path(f"{folder}/{engine.lower_tier.cache.keys(lost)[-1].hex()}.page").unlink(missing_ok=True)
             answered.append(lesson.ask(engine, prompt, new, "device"))
-        lesson.settle(engine)
+        lesson.wait_until_idle(engine)
         engine.close()
     return answered
 
@@ -443,7 +444,7 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     on_device = cli.blocks_that_fit(arguments.gpu_blocks, useful, block_bytes, model.device, "--gpu-blocks")
     options = argparse.Namespace(**{**vars(arguments), "gpu_blocks": on_device})
     on_host = offload.host_blocks(model, options, kept)
-    options.gpu_blocks, on_host = ranks.least([on_device, on_host])
+    options.gpu_blocks, on_host = ranks.all_min([on_device, on_host])
     # 2. A link each, as fast as for a model that is not divided
     bandwidth = hardware.bandwidth(model, arguments.link)
     if whole and arguments.link is None and bandwidth:
@@ -455,9 +456,9 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
         storage = store.Storage(backends.open_backend(arguments.storage))
         cache = PageHeadCache(ranks, on_host, bandwidth, storage, whole.own_kv_heads, whole.writes)
     else:
-        cache = KVCache(ranks, on_host, bandwidth) if keep == "kv" else OnRanks(ranks)
-    behind = Restorer(cache, Estimates(arguments.always_restore))
-    engine = paged.make_engine(model, options, behind)
+        cache = KVCache(ranks, on_host, bandwidth) if keep == "kv" else SyncedCache(ranks)
+    lower_tier = Restorer(cache, Estimates(arguments.always_restore))
+    engine = paged.make_engine(model, options, lower_tier)
     return engine
 
 
@@ -466,8 +467,8 @@ def load(ranks: Ranks, name: str, dtype: str, device: str):
     n, gpus = ranks.count, torch.cuda.device_count()
     if checkpoint.pick_device(device) == "cuda" and gpus < n:
         raise checkpoint.ModelError(f"{n} ranks need as many GPUs, and here are {gpus}; add --device cpu.")
-    loaded = checkpoint.load(name, dtype, device, division=Division(ranks))
-    ranks.meet()
+    loaded = checkpoint.load(name, dtype, device, sharding=Sharding(ranks))
+    ranks.barrier()
     return loaded
 
 
@@ -478,7 +479,7 @@ def main():
     begin = lambda *names: load(join(arguments.ranks), *names)  # noqa: E731
     try:
         if of_environment(arguments.ranks)[0] == 0:
-            make = lambda *what: Everywhere(make_engine(*what))  # noqa: E731
+            make = lambda *what: BroadcastEngine(make_engine(*what))  # noqa: E731
             return cli.main(__doc__, "09_tensor_parallel", add_arguments, make, demo, load=begin)
         # The other ranks do the same
         model, tokenizer, end_tokens = begin(arguments.model, arguments.dtype, arguments.device)
@@ -486,7 +487,7 @@ def main():
             lesson.ROUNDS = arguments.rounds
             demo(model, Frontend(model, tokenizer, end_tokens), arguments)
         else:
-            Everywhere(make_engine(model, arguments), tokenizer).follow()
+            BroadcastEngine(make_engine(model, arguments), tokenizer).follow()
     except (checkpoint.ModelError, RequestError, OSError) as error:
         sys.exit(f"09_tensor_parallel: {error}")
 

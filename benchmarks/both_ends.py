@@ -28,7 +28,7 @@ from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread, ttft
 from benchmarks.planned import both_ends, engine_of
 from common import link as links
-from common.requests import HungUp, Request
+from common.requests import ClientDisconnected, Request
 from common.store import StoredChunks
 from shell import checkpoint, lesson, modelled_link
 
@@ -47,16 +47,16 @@ class Cache(both_ends.BidirectionalCache):
         if self.take:
             return (yield from super().restore(request, restoration, match))
         restoration.layers, restoration.limit = len(self.model.layers), restoration.end
-        (place,) = self.places.allocate(1)
-        into = [self.arrays[place]]
+        (block,) = self.staging.allocate(1)
+        into = [self.arrays[block]]
         reads = [self.storage.read([found], into, label=f"chunk {number}")[0] for number, found in match.blocks]
         try:
             yield reads[-1]
         finally:
             for read in reads:
                 read.cancel()
-            self.hold("beside", reads, (self.places, [place]))
-            self.places.release([place])
+            self.hold("beside", reads, (self.staging, [block]))
+            self.staging.release([block])
 
 
 class Silent(both_ends.ModelledStorage):
@@ -79,7 +79,7 @@ class Bench:
         self.engine = engine_of(model, blocks, self.cache, always=True)
         self.silent.open(self.engine.wake.set)
         self.once("compute")  # and kept
-        lesson.settle(self.engine)
+        lesson.wait_until_idle(self.engine)
         self.cache.save = lambda batch: None
         silent.index = self.modelled.index
         self.bytes = tokens // CHUNK * self.cache.chunk_bytes
@@ -87,7 +87,7 @@ class Bench:
     def once(self, way: str, share: float = 1.0, question: list[int] | None = None) -> Request:
         """Ask behind the history: way hit, compute, load, both, or beside."""
         engine, cache = self.engine, self.cache
-        lesson.settle(engine)
+        lesson.wait_until_idle(engine)
         if way != "hit":
             engine.evict("device")
         time.sleep(0.02)
@@ -106,7 +106,7 @@ class Bench:
             self.fill(share)
             engine.step()
         for other in self.crowd:
-            engine.cancel(other, HungUp("it was there to take its share"))
+            engine.cancel(other, ClientDisconnected("it was there to take its share"))
         self.crowd, cache.storage = [], self.storage
         if isinstance(request.outcome, Exception):
             raise request.outcome
@@ -140,7 +140,7 @@ def grid(model, arguments):
             alone = max(1.0, bench.typical("compute") - hit)
             for share in [1.0, *(arguments.share if r in SHARED else [])]:
                 rounds = arguments.rounds if share == 1 else min(3, arguments.rounds)
-                yield from measure.again_if_behind(partial(cell, bench, r, share, alone, hit), rounds)
+                yield from measure.again_if_slower(partial(cell, bench, r, share, alone, hit), rounds)
         bench.engine.close()
 
 
@@ -160,7 +160,7 @@ def cell(bench: Bench, r: float, share: float, alone: float, hit: float, rounds:
         history_tokens=bench.tokens, bytes=bench.bytes, r=r, share=share, rounds=rounds, hit_ms=hit, slowed=slowed, bound_ms=bound,
         ttft_ms=dict(compute=spread(times["compute"]), load=load, both=spread(times["both"])),
         over_bound=spread([ours / bound for ours in times["both"]]), better_over_both=ratio(better, times["both"]),
-        behind=measure.is_behind([ours / other for ours, other in zip(times["both"], better)]),
+        behind=measure.is_slower([ours / other for ours, other in zip(times["both"], better)]),
         loaded_chunks=loaded, computed_chunks=bench.tokens / CHUNK - loaded)  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.measure import RESULTS, is_behind
+from benchmarks.measure import RESULTS, is_slower
 from benchmarks.planned import LINKS
 from benchmarks.tables import grouped, median, number, rows
 
@@ -25,7 +25,7 @@ ABSENT = "not run"
 class Cell(NamedTuple):
     label: str
     value: float
-    behind: bool = False  # by the rule of `measure.is_behind`
+    behind: bool = False  # by the rule of `measure.is_slower`
 
 
 class Claim(NamedTuple):
@@ -61,7 +61,7 @@ def planned(chapter: str, label: str = "{model} {history_tokens}", grouped=False
         alike = len(set(row["restored"].values())) == 1 and (row.get("states_over_kv", 0.5) > 0.5) == grouped
         return alike and row["restored"]["03"]
     return cells("ttft", label, lambda row: median(row["over_03"][chapter]), restored,
-                 lambda row: is_behind([1 / sample for sample in row["over_03"][chapter]["samples"]]), **wanted)
+                 lambda row: is_slower([1 / sample for sample in row["over_03"][chapter]["samples"]]), **wanted)
 
 
 def beside(share: Callable) -> Callable:
@@ -73,7 +73,7 @@ def beside(share: Callable) -> Callable:
 def sessions(**wanted) -> Callable:
     """TTFT over 03's in the same later round."""
     return cells("sessions", "{model}, {of_saturation:g} of saturation", lambda row: median(row["over_03"]),
-                 lambda row: row["restored"], lambda row: is_behind(row["over_03"]["samples"]), system="05", **wanted)
+                 lambda row: row["restored"], lambda row: is_slower(row["over_03"]["samples"]), system="05", **wanted)
 
 
 def grid(value: Callable, **wanted) -> Callable:
@@ -169,7 +169,7 @@ CLAIMS = [
     Claim("05", "asked in turn, in conversations and of documents, no later than K and V: TTFT over that of 03",
           "HCache, 6.4 (figure 15): 0.60, and 0.87 by Zipf 2, of documents; 7B, A100, 4 SSDs", ("behind", 0), "outside",
           cells("conversations", "{model}, {what}", lambda row: median(row["of_03"]["05"]),
-                lambda row: row["systems"]["05"]["restored"], lambda row: is_behind(row["of_03"]["05"]["samples"]))),
+                lambda row: row["systems"]["05"]["restored"], lambda row: is_slower(row["of_03"]["05"]["samples"]))),
     Claim("05", "sessions at half of saturation, later rounds: TTFT over that of K and V",
           "HCache, 6.1.1 (figure 9 a-c): 0.53 to 0.79, over all rates; 7B to 30B, A100s, 4 SSDs", ("<=", 0.9), "outside", sessions(of_saturation=0.5),
           lambda paper: [1 / gain for gain in paper.ttft_gains("KV", [2500], 67)]),

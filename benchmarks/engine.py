@@ -57,7 +57,7 @@ def host(model, arguments):
         lesson.ask(engine, history)
 
         def hit(evict: str, engine=engine, history=history) -> Request:
-            lesson.settle(engine)
+            lesson.wait_until_idle(engine)
             time.sleep(0.2)  # as a request that comes after a pause
             return lesson.ask(engine, history + draw(rng, model, QUESTION), 1, evict)
 
@@ -68,7 +68,7 @@ def host(model, arguments):
         ways = {"host": partial(hit, "device"), "device": partial(hit, ""), "computed": computed}
         taken = lesson.in_turn(ways, arguments.rounds)
         spans = [[span for span in request.timeline.spans if span.lane == "load"] for request in taken["host"]]
-        link = engine.behind.cache.load_link
+        link = engine.lower_tier.cache.load_link
         speed = link.bandwidth.value if link.modelled else link.speed()
         link_ms, loaded, direct, layers = 1e3 * size / speed, ttft(taken["host"]), ttft(taken["device"]), len(model.layers)
         computed_ms = ttft(taken["computed"])
@@ -88,7 +88,7 @@ def burst(model, arguments):
         lesson.ask(engine, document)
 
         def crowd(evict: str, engine=engine, document=document) -> tuple[float, int]:
-            lesson.settle(engine, evict)
+            lesson.wait_until_idle(engine, evict)
             before = engine.counts["bytes_in"]
             asked = engine.generate([Request(document + draw(rng, model, QUESTION), 1) for _ in range(CROWD)])
             return statistics.mean(ttft(asked)), engine.counts["bytes_in"] - before

@@ -56,7 +56,7 @@ def one_step(engine) -> dict:
     for transfer in engine.runner.transfers:
         moved[transfer.label] += transfer.bytes
     busy = {lane: 1 - charts.bubble(timeline, lane) for lane in ("load", "compute")}
-    return dict(seconds=seconds, bytes=moved, busy=busy, cost=engine.runner.cost())
+    return dict(seconds=seconds, bytes=moved, busy=busy, cost=engine.runner.step_costs())
 
 
 # 1. Opponents -----------------------------------------------------------------------------------------------
@@ -76,8 +76,8 @@ def in_halves(planner, model, bandwidth):
     on_device = planner.paper_plan().act_device
     acts = round(2 / 3 * max(0.0, planner.fill * planner.blocks - on_device))
     runner = hybrid.HybridRunner(model, hybrid.Plan(0, planner.blocks - on_device - acts, acts, 0, on_device), bandwidth)
-    first = (runner.deal.kinds % 2 == 0).sort(stable=True).indices  # numbers of ACT blocks, then of KV blocks
-    runner.deal.kinds, runner.deal.numbers = runner.deal.kinds[first], runner.deal.numbers[first]
+    first = (runner.kind_map.kinds % 2 == 0).sort(stable=True).indices  # numbers of ACT blocks, then of KV blocks
+    runner.kind_map.kinds, runner.kind_map.numbers = runner.kind_map.kinds[first], runner.kind_map.numbers[first]
     return runner
 
 
@@ -92,7 +92,7 @@ def runners_of(planner, model, bandwidth, *others: str) -> dict:
 
 def bounds(planner, runners: dict, costs: dict) -> dict[str, float]:
     """-> the estimated seconds of each policy's decode step, with the costs of steps that were formed in one way."""
-    planner = planner.after([cost for policy in hybrid.POLICIES[:3] for cost in costs[policy]])
+    planner = planner.with_samples([cost for policy in hybrid.POLICIES[:3] for cost in costs[policy]])
     return {policy: planner.seconds(runners[policy].plan) for policy in hybrid.POLICIES}
 
 
@@ -102,7 +102,7 @@ def cell(model, f: float, contexts: list[int], parts: int, rounds: int) -> dict:
     """Decode under each policy in turn, with buffers for one of so many parts of the contexts."""
     planner, bandwidth, f = planner_for(f, model, contexts)
     runners = runners_of(planner, model, bandwidth, *(() if f in FACTORS[::2] else OTHERS))
-    engines = {name: hybrid.ready(runner, contexts) for name, runner in runners.items()}
+    engines = {name: hybrid.decode_engine(runner, contexts) for name, runner in runners.items()}
     for runner in runners.values():
         runner.rows = sum(contexts) // parts if parts > 1 else runner.rows
     taken = lesson.in_turn({name: partial(one_step, engine) for name, engine in engines.items()}, rounds)
@@ -122,13 +122,13 @@ def cell(model, f: float, contexts: list[int], parts: int, rounds: int) -> dict:
     return dict(
         f=f, batch=len(contexts), context=max(contexts), rounds=rounds, policies=rows,
         of_bound=spread([least["hybrid"] / each for each in seconds["hybrid"]]),
-        behind=[name for name in rows if measure.is_behind(ratio(seconds["hybrid"], seconds[name])["samples"])])  # fmt: skip
+        behind=[name for name in rows if measure.is_slower(ratio(seconds["hybrid"], seconds[name])["samples"])])  # fmt: skip
 
 
 def grid(model, arguments):
     factors = arguments.f if modelled(model, 1.0) else [None]
     for f, batch, context in itertools.product(factors, arguments.batch, arguments.context):
-        yield from measure.again_if_behind(partial(cell, model, f, batch * [context], 1), arguments.rounds)
+        yield from measure.again_if_slower(partial(cell, model, f, batch * [context], 1), arguments.rounds)
 
 
 def lengths(model, arguments, batch: int = 32, longest: int = 384, f: float = 1.25):
@@ -144,7 +144,7 @@ def answer(engine, prompts: list[list[int]], new: int) -> dict:
     requests = engine.generate([Request(prompt, new) for prompt in prompts])
     seconds = time.perf_counter() - began
     first = max(request.times[0] for request in requests) - began
-    return dict(seconds=seconds, prefill=first / seconds, new=[request.new for request in requests], cost=engine.runner.cost())
+    return dict(seconds=seconds, prefill=first / seconds, new=[request.new for request in requests], cost=engine.runner.step_costs())
 
 
 def whole(model, arguments, batch: int = 16, context: int = 128, new: int = 12, f: float = 1.25):
@@ -164,7 +164,7 @@ def whole(model, arguments, batch: int = 16, context: int = 128, new: int = 12, 
         yield dict(
             f=f, batch=batch, context=context, new=new, policy=name, over=ratio(seconds[name], seconds["hybrid"]),
             tokens_per_second=spread([batch * new / each for each in seconds[name]]), prefill_seconds=prefill[name],
-            plan=runners[name].plan._asdict(), behind=measure.is_behind(ratio(seconds["hybrid"], seconds[name])["samples"]),
+            plan=runners[name].plan._asdict(), behind=measure.is_slower(ratio(seconds["hybrid"], seconds[name])["samples"]),
             **({"allowed": total[name] / total["hybrid"]} if name in total else {}))  # fmt: skip
 
 

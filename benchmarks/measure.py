@@ -44,14 +44,14 @@ def ttft(requests: list[Request]) -> list[float]:
     return [request.outcome.ttft_ms for request in requests]
 
 
-def is_behind(ratios: list[float]) -> bool:
+def is_slower(ratios: list[float]) -> bool:
     """Whether something took longer than what it is compared with: the median of the paired ratios is above
     1.03 and their lower quartile above 1, or the median above 1.06."""
     middle, low = statistics.median(ratios), statistics.quantiles(ratios, n=4)[0] if len(ratios) > 1 else ratios[0]
     return middle > 1.03 and low > 1 or middle > 1.06
 
 
-def again_if_behind(cell, rounds: int):
+def again_if_slower(cell, rounds: int):
     """Yield the row of `cell(rounds)`; if something is behind in it, then that of twice the rounds: both stand."""
     for times in (1, 2):
         row = cell(times * rounds)
@@ -75,9 +75,9 @@ def same_question_in_turn(ways: dict, rounds: int, question) -> dict[str, list]:
 def change_speed(engine, slowed, lane, bandwidth: Bandwidth | None):
     """Have a link or a storage be so fast from now on, and its lane know nothing of before. What is under way ends first: it
     is no sign of the new speed."""
-    lesson.settle(engine)
-    lane.settle()
-    lane.measured.passes.clear()
+    lesson.wait_until_idle(engine)
+    lane.reap_completed()
+    lane.measured.samples.clear()
     slowed.bandwidth = bandwidth
 
 

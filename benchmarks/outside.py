@@ -56,17 +56,17 @@ class Bench:
     def engines(self, device: int, kept: int, folder: str | None = None) -> dict:
         """Engines with room for so many tokens on the device, and for `kept` behind it; 06 and 07 too, with a
         `folder` for the files of 07."""
-        blocks, behind = -(-device // 16), -(-kept // 16)
-        caches = {"no cache": None, "02": None, "03": offload.HostCache(behind, self.bandwidth),
-                  "04": hidden_states.HiddenCache(behind, self.bandwidth),
-                  "05": planned.PlannedCache(3 * behind, self.bandwidth)}  # fmt: skip
+        blocks, host_blocks = -(-device // 16), -(-kept // 16)
+        caches = {"no cache": None, "02": None, "03": offload.HostCache(host_blocks, self.bandwidth),
+                  "04": hidden_states.HiddenCache(host_blocks, self.bandwidth),
+                  "05": planned.PlannedCache(3 * host_blocks, self.bandwidth)}  # fmt: skip
         if folder is not None:
             files = store.Storage(backends.open_backend(f"file:{folder}", {}), "files")
             config = self.model.config
-            size = 16 * behind * config.kv_numbers_per_token * self.model.dtype.itemsize
+            size = 16 * host_blocks * config.kv_numbers_per_token * self.model.dtype.itemsize
             caches["06"] = both_ends.BidirectionalCache(
                 store.StoredChunks(both_ends.ModelledStorage(size, self.bandwidth or 1e10)))
-            caches["07"] = tiers.TieredCache(behind // 2, self.bandwidth, files)
+            caches["07"] = tiers.TieredCache(host_blocks // 2, self.bandwidth, files)
         return {name: engine_of(self.model, blocks, cache) for name, cache in caches.items()}
 
     def request(self, system: str, prompt: list[int], new: int) -> Request:
@@ -85,7 +85,7 @@ class Bench:
 
     def answer(self, engine, system: str, prompt: list[int], new: int) -> Request:
         """Ask when nothing is under way."""
-        lesson.settle(engine)
+        lesson.wait_until_idle(engine)
         return engine.generate([self.request(system, prompt, new)])[0]
 
 

@@ -55,14 +55,14 @@ def engines_of(model, caches: dict, tokens: int):
 
 def keep(engine, history: list[int]) -> float:
     """Compute a history, and keep all of it however slow the link is -> TTFT in ms."""
-    link = engine.behind.cache.save_link
+    link = engine.lower_tier.cache.save_link
     measure.change_speed(engine, link, link, modelled_link.Bandwidth(1e15))
     return lesson.ask(engine, history).outcome.ttft_ms
 
 
 def once(engine, prompt: list[int]) -> dict:
     """Ask when the device has lost all -> what was restored."""
-    lesson.settle(engine, "device")
+    lesson.wait_until_idle(engine, "device")
     time.sleep(0.02)  # as a request that comes after a pause
     before = engine.counts["bytes_in"]
     request = lesson.ask(engine, prompt)
@@ -112,7 +112,7 @@ def behind_histories(model, arguments):
 
 def one_link(model, tokens: int, share: float, rounds: int, rng) -> dict:
     ours, costs = planned_engine(model, tokens, share)
-    plan, speed = ours.behind.cache.letters, ours.behind.cache.bandwidth
+    plan, speed = ours.lower_tier.cache.letters, ours.lower_tier.cache.bandwidth
     caches = {"03": offload.HostCache(tokens // 8, speed), "04": hidden_states.HiddenCache(tokens // 8 + 64, speed)}
     with engines_of(model, caches, tokens) as engines:
         engines["05"] = ours
@@ -138,7 +138,7 @@ def at_once(model, arguments):
     caches = {"03": offload.HostCache(total // 16 + 64, speed), "05": planned.PlannedCache(total // 8 + 128, speed)}
 
     def answered(engine, questions: list[list[int]]) -> dict:
-        lesson.settle(engine, "device")
+        lesson.wait_until_idle(engine, "device")
         before, once = engine.counts["bytes_in"], dict(offload_after=False)  # no question is found again
         asked = engine.generate([Request(history + question, 1, options=once) for history, question in zip(histories, questions)])
         return dict(ms=max(measure.ttft(asked)), new=[one.new for one in asked], bytes=engine.counts["bytes_in"] - before)
@@ -162,7 +162,7 @@ def lanes(model, arguments, tokens: int = 1024):
     """The same question by 02 to 06, over a link on which a layer's states travel 1.2 times as long as they are projected; 06's
     storage is as fast as computing -> of each chapter the spans of its round in the middle."""
     ours, _ = planned_engine(model, tokens, 1.2)
-    rng, speed, stored = random.Random(0), ours.behind.cache.bandwidth, both_ends.ModelledStorage(1e10, 1e9)
+    rng, speed, stored = random.Random(0), ours.lower_tier.cache.bandwidth, both_ends.ModelledStorage(1e10, 1e9)
     caches = {"03": offload.HostCache(tokens // 8, speed), "04": hidden_states.HiddenCache(tokens // 8 + 64, speed),
               "06": both_ends.BidirectionalCache(StoredChunks(stored), memory=1e9)}  # fmt: skip
     with engines_of(model, caches, tokens) as engines:
@@ -174,7 +174,7 @@ def lanes(model, arguments, tokens: int = 1024):
         taken = measure.same_question_in_turn(asks, arguments.rounds, partial(draw, rng, model, QUESTION))
     for name, found in sorted(taken.items()):
         found.sort(key=lambda one: one["ttft_ms"])
-        ttft_ms, plan = spread([one["ttft_ms"] for one in found]), ours.behind.cache.letters * (name == "05")
+        ttft_ms, plan = spread([one["ttft_ms"] for one in found]), ours.lower_tier.cache.letters * (name == "05")
         yield dict(chapter=name, history_tokens=tokens, plan=plan, ttft_ms=ttft_ms, spans=found[len(found) // 2]["spans"])
 
 
@@ -195,7 +195,7 @@ def saving(model, arguments, at_once: int = 16, tokens: int = 64):
         engine = engines["04"]
         engine.sorted = []
         one, *_ = engine.generate([Request(draw(rng, model, 64), tokens) for _ in range(at_once)])
-        lesson.settle(engine)
+        lesson.wait_until_idle(engine)
     for began, ended in engine.sorted:
         one.timeline.add("sort", "rows", began, ended)
     yield dict(at_once=at_once, tbt_ms=one.outcome.tbt_ms, spans=one.timeline.as_json())

@@ -35,7 +35,7 @@ def rank(ranks, arguments) -> list[dict]:
     torch.set_num_threads(1)
     model, *_ = ranked.load(ranks, arguments.model[0], arguments.dtype, arguments.device)
     config = model.config
-    whole = HISTORY * config.kv_numbers_per_token // config.num_key_value_heads * model.division.kv_heads
+    whole = HISTORY * config.kv_numbers_per_token // config.num_key_value_heads * model.sharding.kv_heads
     gbps = modelled(model, whole * model.dtype.itemsize / SECONDS / 1e9)
     options = argparse.Namespace(
         max_running=4, block_size=16, gpu_blocks=None, cpu_blocks=None, token_budget=512, link=gbps and Bandwidth(1e9 * gbps),
@@ -48,7 +48,7 @@ def rank(ranks, arguments) -> list[dict]:
         lesson.ask(engine, history + [1])
 
         def ask(engine=engine) -> list[float]:
-            lesson.settle(engine, "device")
+            lesson.wait_until_idle(engine, "device")
             before, agreements = engine.counts.copy(), ranks.agreements
             ttft = lesson.ask(engine, history + draw(rng, model, QUESTION)).outcome.ttft_ms
             return [ttft, ranks.agreements - agreements, *(engine.counts[what] - before[what] for what in ("bytes_in", "steps"))]
@@ -61,9 +61,9 @@ def rank(ranks, arguments) -> list[dict]:
         engine.close()
     began = time.perf_counter()
     for _ in range(200):
-        ranks.least([0] * 256)
+        ranks.all_min([0] * 256)
     agreement = (time.perf_counter() - began) / 200 * 1e6
-    ranks.meet()
+    ranks.barrier()
     return [dict(row, agreement_us=agreement) for row in rows]
 
 

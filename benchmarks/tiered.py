@@ -55,25 +55,25 @@ class Bench(ExitStack):
 
     def cache(self, on_host: int, **options):
         """Host memory for so many tokens, over the default link."""
-        behind = store.Storage(backends.open_backend(f"file:{self.folder}/pages", {}), "files")
+        shared = store.Storage(backends.open_backend(f"file:{self.folder}/pages", {}), "files")
         kind = tiers.PREFETCH[options.get("prefetch", "timeout")]
-        return kind(-(-on_host // PAGE), self.bandwidth, behind, **options)
+        return kind(-(-on_host // PAGE), self.bandwidth, shared, **options)
 
 
 def slow_storage(engine, bandwidth: modelled_link.Bandwidth | None):
     """Let storage be so fast from now on, and be known to be; None: as fast as it is."""
-    storage = engine.behind.cache.storage
+    storage = engine.lower_tier.cache.storage
     measure.change_speed(engine, storage, storage.reader, bandwidth)
     if bandwidth:
-        storage.measured.note(bandwidth.value, 1.0)
+        storage.measured.record(bandwidth.value, 1.0)
 
 
 def forget(engine):
     """Nothing is on the device and in host memory any more."""
-    lesson.settle(engine)
+    lesson.wait_until_idle(engine)
     for pool in engine.pools:
         engine.evict(pool)
-    lesson.settle(engine)
+    lesson.wait_until_idle(engine)
 
 
 # 1. Conversations that fit in no single tier ----------------------------------------------------------------
@@ -99,7 +99,7 @@ def go_on(engine, documents: list, asked: list[tuple[int, list[int]]], at_once: 
                 histories[number] += request.new
                 del running[number]
     seconds = time.perf_counter() - began
-    lesson.settle(engine)
+    lesson.wait_until_idle(engine)
     return [done[at] for at in sorted(done)], seconds
 
 
@@ -110,9 +110,9 @@ def mix(model, arguments):
         known = bench.engine(3 * TALKS * longest, bench.cache(longest))  # all stays on its device
         for document in documents:  # it has left them in the files
             lesson.ask(known, document + bench.draw(1), 1)
-        lesson.settle(known)
-        known.behind.cache.storage.close()
-        known.behind.cache.storage = None  # it asks for no more
+        lesson.wait_until_idle(known)
+        known.lower_tier.cache.storage.close()
+        known.lower_tier.cache.storage = None  # it asks for no more
         none = bench.engine(TALKS * longest // 3)
         ours = bench.engine(TALKS * longest // 3, bench.cache(TALKS * longest // 2))
         lesson.ask(ours, bench.draw(512), 1)  # how fast is prefill?
@@ -136,7 +136,7 @@ def mix(model, arguments):
 def mixed(engine, taken: dict, at_once: int, model) -> dict:
     """One round: TTFT, throughput and bound."""
     measure.check_alike(model, {name: [request.new for request in requests] for name, (requests, _) in taken.items()})
-    cache, (requests, seconds), (direct, at_best) = engine.behind.cache, taken["ours"], taken["known"]
+    cache, (requests, seconds), (direct, at_best) = engine.lower_tier.cache, taken["ours"], taken["known"]
     means = {name: statistics.mean(ttft(each)) for name, (each, _) in taken.items()}
     block, found = cache.host.block_bytes / cache.pool.block_size, [request.found for request in requests]
     read = [1e3 * block * where.get("storage", 0) / cache.storage.speed() for where in found]  # ms
@@ -158,12 +158,12 @@ def mixed(engine, taken: dict, at_once: int, model) -> dict:
 def policies(model, arguments, tokens: int = 1024):
     with Bench(model) as bench:
         engine, both = (bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch=policy)) for policy in ("timeout", "both_ends"))
-        history, size = bench.draw(tokens), tokens // PAGE * engine.behind.cache.host.block_bytes
+        history, size = bench.draw(tokens), tokens // PAGE * engine.lower_tier.cache.host.block_bytes
         lesson.ask(engine, history + bench.draw(1), 1)
 
         def once(policy: str, question: list[int]) -> Request:
             asked = both if policy == "both_ends" else engine
-            cache, storage = asked.behind.cache, asked.behind.cache.storage
+            cache, storage = asked.lower_tier.cache, asked.lower_tier.cache.storage
             forget(asked)
             time.sleep(0.02)
             cache.prefetch_policy, cache.storage = policy, None if policy == "computed" else storage
@@ -175,8 +175,8 @@ def policies(model, arguments, tokens: int = 1024):
             for _ in range(3):  # until r is within a tenth of what the row's own rounds say
                 for each in engine, both:
                     slow_storage(each, modelled_link.Bandwidth(size / (1e-3 * r * alone)))
-                    each.behind.estimates.always, each.behind.cache.timeout = always, (1e-3 * alone / 3, 0.0)  # a third of computing
-                found = list(measure.again_if_behind(partial(policy_cell, bench, once), arguments.rounds or 5))
+                    each.lower_tier.estimates.always, each.lower_tier.cache.timeout = always, (1e-3 * alone / 3, 0.0)  # a third of computing
+                found = list(measure.again_if_slower(partial(policy_cell, bench, once), arguments.rounds or 5))
                 before, alone = alone, found[-1]["ttft_ms"]["computed"]["median"]
                 if 0.9 < before / alone < 1.1:
                     break
@@ -190,7 +190,7 @@ def policy_cell(bench: Bench, once, rounds: int) -> dict:
     measure.check_alike(bench.model, {way: [request.new for request in each] for way, each in taken.items()})
     times = {way: ttft(requests) for way, requests in taken.items()}
     best = min(ways[1:4], key=lambda way: statistics.median(times[way]))
-    behind = [way for way in ways[:4] if measure.is_behind(ratio(times["both_ends"], times[way])["samples"])]
+    behind = [way for way in ways[:4] if measure.is_slower(ratio(times["both_ends"], times[way])["samples"])]
     found = {way: tiers.shares(requests)["storage"] for way, requests in taken.items()}
     lanes = {way: dict(ttft_ms=times[way][-1], spans=taken[way][-1].timeline.as_json()) for way in ("wait_complete", "both_ends")}
     return dict(rounds=rounds, ttft_ms={way: spread(samples) for way, samples in times.items()}, from_storage=found, lanes=lanes,
@@ -207,7 +207,7 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
     longest = max(histories) + QUESTION + 16
     with Bench(model) as bench:
         engine = bench.engine(2 * longest, bench.cache(2 * longest))
-        slower = [SLOWER] if engine.behind.cache.load_link.modelled else []
+        slower = [SLOWER] if engine.lower_tier.cache.load_link.modelled else []
         ways = "computed", "host", *slower, *(f"storage, {speed}" for speed in SPEEDS)
         for tokens in histories:
             history = bench.draw(tokens)
@@ -218,32 +218,32 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
             for way, requests in taken.items():
                 over = ratio(ttft(requests), alone)
                 yield dict(
-                    history_tokens=tokens, way=way, over_computing=over, slower=measure.is_behind(over["samples"]),
+                    history_tokens=tokens, way=way, over_computing=over, slower=measure.is_slower(over["samples"]),
                     found={tier: sum(one.found.get(tier, 0) for one in requests) / len(requests) for tier in TIERS})
 
 
 def ask_from(bench, engine, way: str, history: list[int]) -> Request:
     """Ask something new when only that tier has the history, or none."""
-    storage, link = engine.behind.cache.storage, engine.behind.cache.load_link
-    lesson.settle(engine, "device")
+    storage, link = engine.lower_tier.cache.storage, engine.lower_tier.cache.load_link
+    lesson.wait_until_idle(engine, "device")
     if not way.startswith("host"):
         forget(engine)
     if way == "computed":
-        engine.behind.cache.storage = None
+        engine.lower_tier.cache.storage = None
     elif way == SLOWER:
         as_it_is = link.bandwidth
         measure.change_speed(engine, link, link, modelled_link.Bandwidth(as_it_is.value / 50))
     elif way != "host":
         slow_storage(engine, modelled_link.Bandwidth(SPEEDS[way.removeprefix("storage, ")]))
     request = lesson.ask(engine, history + bench.draw(QUESTION), 1)
-    engine.behind.cache.storage = storage
+    engine.lower_tier.cache.storage = storage
     if way == SLOWER:
         measure.change_speed(engine, link, link, as_it_is)
     elif way != "host":
         slow_storage(engine, None)
     if way == "computed":  # what others are about to find there
         lesson.ask(engine, history + bench.draw(1), 1)
-        lesson.settle(engine)
+        lesson.wait_until_idle(engine)
     return request
 
 
@@ -257,7 +257,7 @@ def writes(model, arguments):
             order = random.Random(1).choices(range(12), [1 / (rank + 1) for rank in range(12)], k=60)
             engine = bench.engine(1400, bench.cache(1400, threshold=2 * PAGE, write=policy))
             requests, _ = go_on(engine, documents, [(number, bench.draw(24)) for number in order])
-            cache, counts = engine.behind.cache, engine.behind.cache.counts
+            cache, counts = engine.lower_tier.cache, engine.lower_tier.cache.counts
             stored = [node.stored for node in cache.tree.nodes() for _ in node.pages]
             yield dict(
                 policy=policy, **tiers.shares(requests), ttft_ms=spread(ttft(requests)), saved_bytes=counts["bytes_out"],
@@ -271,19 +271,19 @@ def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
     case: each of its pages is a node."""
     size, common = 16, 32  # tokens of a page, pages of the beginning
     for talks in (100, 1000, 10_000):
-        prefixes, tree, rng = paged.Prefixes("", size), tiers.HiRadixTree(), random.Random(0)
+        block_keys, tree, rng = paged.BlockKeys("", size), tiers.HiRadixTree(), random.Random(0)
 
         def tokens(pages: int, rng=rng) -> list[int]:
             return [rng.randrange(1 << 15) for _ in range(pages * size)]
 
         system = tokens(common)
         for _ in range(talks):
-            tree.take(prefixes.extend([], system + tokens(pages // talks)))
+            tree.take(block_keys.extend([], system + tokens(pages // talks)))
         count, nodes, asked = tree.size, len(tree.nodes()), system + tokens(prompt // size - common)
-        chain = prefixes.extend([], asked)
+        chain = block_keys.extend([], asked)
         for end in range(common, len(chain) + 1):
             tree.take(chain[:end])
-            tree.take(prefixes.extend(list(chain[:end]), [*asked[: end * size], *[end] * size]))  # it branches here
+            tree.take(block_keys.extend(list(chain[:end]), [*asked[: end * size], *[end] * size]))  # it branches here
         assert [page for node, part in tree.spans(chain) for page in node.pages[part]] == chain
         known = {page for node in tree.nodes() for page in node.pages}
         alone = tiers.HiRadixTree()
@@ -302,18 +302,18 @@ def sizes(model, arguments):
     """400 turns of 60 conversations behind 6 documents, the n-th about as often as 1/n. What is found is what chapter
     02's pool still has of the chain, as host memory holds all that the device does under write_through."""
     for size, share in itertools.product((16, 64, 256), (0.125, 0.25, 0.5, 1.0)):
-        rng, prefixes = random.Random(0), paged.Prefixes("", size)
+        rng, block_keys = random.Random(0), paged.BlockKeys("", size)
         documents = [[rng.randrange(1 << 15) for _ in range(rng.randrange(300, 1500))] for _ in range(6)]
         talks, found, asked = [list(rng.choice(documents)) for _ in range(60)], 0, 0
         pool = paged.BlockPool(int(share * HELD) // size, size)
         for number in rng.choices(range(60), [1 / (1 + number) for number in range(60)], k=400):
             talks[number] += [rng.randrange(1 << 15) for _ in range(rng.randrange(20, 90))]
-            prefixes.use(chain := prefixes.extend([], talks[number]))
+            block_keys.use(chain := block_keys.extend([], talks[number]))
             pool.share(hits := pool.find(chain))
             found, asked = found + len(hits) * size, asked + len(talks[number])
             new = pool.allocate(min(len(chain) - len(hits), pool.available))
-            for block, prefix in zip(new, chain[len(hits) :]):
-                pool.register(block, prefix)
+            for block, block_key in zip(new, chain[len(hits) :]):
+                pool.register(block, block_key)
             pool.release(hits + new)
         yield dict(page_tokens=size, host=share, found=found / asked)
 

@@ -20,7 +20,7 @@ from itertools import product
 import torch
 
 from benchmarks import measure, tables
-from benchmarks import planned as behind
+from benchmarks import planned as planned_bench
 from benchmarks.measure import draw, ratio, spread
 from benchmarks.planned import hidden_states, links_of, offload, paged, planned
 from common.cache import Cache
@@ -63,8 +63,8 @@ class Direct(EachStep):
     """After each step each run of rows of each layer goes straight to its block, in a copy of its own."""
 
     def flush(self):
-        noted, states = self.rows, self.step  # of one step, [T, D] a layer
-        self.forget_steps()
+        noted, states = self.rows, self.inputs  # of one step, [T, D] a layer
+        self.clear_unsent()
         pieces = self.store.fill(noted)
         kept, slots = ([row for piece in pieces for row in getattr(piece, name)] for name in ("rows", "slots"))
         runs = runs_of(kept, slots)
@@ -84,10 +84,10 @@ def saving(model, arguments, new: int = 32):
     kinds = {"two stages": HiddenCache, "each layer": EachLayer, "direct": Direct}
     for running in (1, 4, 16):
         caches = {name: kind(16 * running + 32, link) for name, kind in kinds.items()}
-        with behind.engines_of(model, {"nothing": Cache(), **caches}, 256 * running) as engines:
+        with planned_bench.engines_of(model, {"nothing": Cache(), **caches}, 256 * running) as engines:
 
             def tbt(engine, running=running) -> float:
-                lesson.settle(engine, "device")
+                lesson.wait_until_idle(engine, "device")
                 requests = engine.generate([Request(draw(rng, model, 32), new) for _ in range(running)])
                 return statistics.mean(request.outcome.tbt_ms for request in requests)
 
@@ -130,12 +130,12 @@ class TokenWise(PlannedCache):
         super().__init__(blocks, bandwidth, plan="R" + "H" * (layers - 1))
         self.first, self.last = first, last
 
-    def start_keeping(self):
+    def init_store(self):
         """Keep everything: what comes back of it is what is divided."""
-        super().start_keeping()
+        super().init_store()
         layers, side = range(1, len(self.letters)), self.kv.shape[-1]
         rows = [(layer, self.width) for layer in layers] + [(layer, side) for layer in layers for _ in "KV"]
-        self.keep(self.layers, hidden_states.BlockStore(self, "tokens", self.blocks, rows))
+        self.use_store(self.layers, hidden_states.BlockStore(self, "tokens", self.blocks, rows))
 
     def restore(self, request, restoration, match):
         if self.first:
@@ -146,10 +146,10 @@ class TokenWise(PlannedCache):
                 self.rotation = self.model.rotary(self.batch.positions)  # [first, 1, hd] each
         yield from HiddenCache.restore(self, request, restoration, match)
 
-    def bring_back(self, loading, layer):
-        return HiddenCache.bring_back(self, loading, layer)
+    def restore_layer(self, loading, layer):
+        return HiddenCache.restore_layer(self, loading, layer)
 
-    def order_layer(self, loading, layer):
+    def issue_layer(self, loading, layer):
         """Order the rows of a layer's states that are projected, and the K and V that are loaded."""
         size, numbers = self.pool.block_size, loading.blocks
         states, *sides = (part for part, owner in zip(self.store.parts, self.store.layers) if owner == layer)
@@ -183,18 +183,18 @@ class TokenWise(PlannedCache):
 def divisions(model, arguments):
     rng, layers = random.Random(0), len(model.layers)
     for tokens, (words, share) in product([tokens // 16 * 16 for tokens in arguments.histories], links_of(model).items()):
-        ours, costs = behind.planned_engine(model, tokens, share)
-        blocks, speed = ours.behind.cache.blocks, ours.behind.cache.bandwidth
+        ours, costs = planned_bench.planned_engine(model, tokens, share)
+        blocks, speed = ours.lower_tier.cache.blocks, ours.lower_tier.cache.bandwidth
         others = {"closed form": planned.closed_form(layers, costs), "naive": naive_plan(layers, costs)}
-        plans = {"05": ours.behind.cache.letters, **others, "04": "R" + "H" * (layers - 1), "03": "K" * layers}
+        plans = {"05": ours.lower_tier.cache.letters, **others, "04": "R" + "H" * (layers - 1), "03": "K" * layers}
         splits = {name: token_wise(costs, layers, tokens, step)
                   for name, step in {"tokens": 1, "tokens, rounded": TILE}.items()}
         caches = {name: PlannedCache(blocks, speed, plan=letters) for name, letters in others.items()}
         caches |= {"04": HiddenCache(blocks, speed), "03": offload.HostCache(tokens // 8, speed)}
         caches |= {name: TokenWise(blocks, speed, layers, *split) for name, split in splits.items()}
-        with behind.engines_of(model, caches, tokens) as engines:
+        with planned_bench.engines_of(model, caches, tokens) as engines:
             engines |= {"05": ours}
-            ways = behind.compare({"05": ours, **engines}, draw(rng, model, tokens), arguments.rounds, rng, "05")
+            ways = planned_bench.compare({"05": ours, **engines}, draw(rng, model, tokens), arguments.rounds, rng, "05")
         for name, letters in plans.items():
             ways[name]["plan"] = letters
         for name, (first, last) in splits.items():

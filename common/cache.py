@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.requests import Line, Request
+from common.requests import Request, RequestQueue
 
 
 @dataclass(eq=False)
@@ -36,12 +36,12 @@ class Cache:
     match, restore, save, close); the docstring of each other verb says what it buys."""
 
     # The five verbs that every cache needs, in the order of their use
-    def attach(self, engine: Line):
+    def attach(self, engine: RequestQueue):
         """Begin, before the first request: measure how fast it loads."""
         self.engine, self.model, self.pool = engine, engine.model, engine.pool
-        self.under_way = defaultdict(deque)  # lane -> (transfers, what they read and write, what to do then)
+        self.in_flight = defaultdict(deque)  # lane -> (transfers, what they read and write, what to do then)
         self.counts = engine.counts  # for /health
-        self.estimates = engine.behind.estimates  # of how fast this machine is
+        self.estimates = engine.lower_tier.estimates  # of how fast this machine is
 
     def match(self, request: Request):
         """-> a Match of what follows `request.computed` (maybe inside a block), or None."""
@@ -79,14 +79,14 @@ class Cache:
         then call `then(whether all have arrived)`. `held` get a reference more, `given` hand theirs over."""
         for pool, blocks in held:
             pool.share(blocks)
-        self.under_way[lane].append((transfers, (*held, *given), then))
+        self.in_flight[lane].append((transfers, (*held, *given), then))
 
     def poll(self):
         """Each step: release what is over, in order within each lane; a lane that hangs holds up no other."""
         if self.storage:
             self.counts["storage_errors"] = self.storage.errors
-        lanes = {name: lane for name, lane in self.under_way.items() if lane}
-        self.under_way = defaultdict(deque, lanes)  # without those that are empty
+        lanes = {name: lane for name, lane in self.in_flight.items() if lane}
+        self.in_flight = defaultdict(deque, lanes)  # without those that are empty
         for lane in lanes.values():
             while lane and all(transfer.ready for transfer in lane[0][0]):
                 transfers, held, then = lane.popleft()
@@ -106,7 +106,7 @@ class Cache:
     def drain(self):
         """At the end: let what is on its way arrive, if that takes at most 5 s."""
         until = time.perf_counter() + 5.0
-        while any(self.under_way.values()) and time.perf_counter() < until:
+        while any(self.in_flight.values()) and time.perf_counter() < until:
             self.poll()
             time.sleep(1e-3)
 
@@ -125,7 +125,7 @@ class Cache:
     def save_layer(self, layer: int, hidden: torch.Tensor, batch: object):
         """See the input [T, D] of each layer (04)."""
 
-    def evicting(self, lost: list):
+    def on_evict(self, lost: list):
         """The blocks of these (block, prefix) pairs are about to lose their contents: read them now (07)."""
 
     def finished(self, request: Request):

@@ -12,14 +12,14 @@ import torch
 
 from common.link import (
     INTEGERS,
+    BlockPairs,
     Lane,
-    Places,
     Transfer,
     as_lists,
     host_memory,
     paired,
     runs,
-    shown,
+    written_part,
 )
 from common.llama import upload
 
@@ -53,35 +53,35 @@ class Link(Lane):
 
     def __init__(self, name: str, clock):
         super().__init__(name)
-        self.clock, self.stream = clock, stream_of_few()
+        self.clock, self.stream = clock, limited_stream()
         self.close = weakref.finalize(self, self.stream.synchronize)    # nothing is on its way then
         self.backend = None         # "direct" (the copy engine) or "kernel"; None: by the rule of places.py
 
-    def copy(self, dst, src, label: str, places: Places | None = None) -> Transfer:
-        """Copy a tensor, or each of a list, to one like it; with `places`, src[at] to dst[to] of each."""
+    def copy(self, dst, src, label: str, pairs: BlockPairs | None = None) -> Transfer:
+        """Copy a tensor, or each of a list, to one like it; with `pairs`, src[at] to dst[to] of each."""
         dst, src = as_lists(dst, src)
-        transfer = CudaTransfer(self.name, label, sum(to.nbytes for to in shown(dst, places)))
+        transfer = CudaTransfer(self.name, label, sum(to.nbytes for to in written_part(dst, pairs)))
         transfer.clock = self.clock
         transfer.host = [side for side in (*dst, *src) if not side.is_cuda]     # no kernel keeps it
-        before = self.on_their_way[-1] if self.on_their_way else None
-        if not (places and places.ordered):
+        before = self.in_flight[-1] if self.in_flight else None
+        if not (pairs and pairs.ordered):
             self.stream.wait_stream(torch.cuda.current_stream())    # behind what is queued to compute now
         with torch.cuda.stream(self.stream):
             transfer.start = self.clock.mark() if before is None or before.ready else before.end
             try:
-                for to, out_of in paired(dst, src, places):
+                for to, out_of in paired(dst, src, pairs):
                     (to if to.is_cuda else out_of).record_stream(self.stream)
-                    if places:
-                        queue_blocks(to, out_of, places, self.backend)
+                    if pairs:
+                        queue_blocks(to, out_of, pairs, self.backend)
                     else:
                         to.copy_(out_of, non_blocking=True)
             except (RuntimeError, ValueError) as refused:
                 transfer.error = refused
             transfer.end = self.clock.mark()
-        if places:
-            places.ordered = places.apart
-        self.on_their_way.append(transfer)
-        self.settle()
+        if pairs:
+            pairs.ordered = pairs.apart
+        self.in_flight.append(transfer)
+        self.reap_completed()
         return transfer
 
     def landing(self, shape, dtype) -> torch.Tensor:
@@ -100,7 +100,7 @@ class Link(Lane):
             began = time.perf_counter()
             self.copy(*(side[:size] for side in sides), "measurement").wait()
             self.latency = time.perf_counter() - began if size == 1 else self.latency
-        self.settle()
+        self.reap_completed()
         return self.measured.value
 
     def __str__(self):
@@ -124,13 +124,13 @@ class Side:
         return self.uploaded
 
 
-def queue_blocks(to: torch.Tensor, out_of: torch.Tensor, places: Places, backend: str | None):
+def queue_blocks(to: torch.Tensor, out_of: torch.Tensor, pairs: BlockPairs, backend: str | None):
     """Queue a copy of blocks on the current stream; if they are not adjacent on the device, by way of a
     temporary there. `backend`: direct or kernel; None: see `by_kernel`."""
     inward = to.is_cuda
     device, host = alike(to, out_of) if inward else alike(out_of, to)
-    places.sides = places.sides or (Side(places.to), Side(places.at))
-    mine, theirs = places.sides if inward else places.sides[::-1]
+    pairs.sides = pairs.sides or (Side(pairs.to), Side(pairs.at))
+    mine, theirs = pairs.sides if inward else pairs.sides[::-1]
     if mine.slice:
         piece = device[mine.slice]
     elif inward:
@@ -191,7 +191,7 @@ def alike(*sides: torch.Tensor) -> list[torch.Tensor]:
     return [side.view(INTEGERS[side.itemsize]) for side in sides]
 
 
-def stream_of_few(processors: int = 8):
+def limited_stream(processors: int = 8):
     """-> a stream whose kernels leave a GPU's other processors to what computes, where PyTorch can divide one
     (2.11 cannot); any stream elsewhere."""
     with suppress(AttributeError, RuntimeError, TypeError):

@@ -3,12 +3,12 @@ the other.
 
     link = Link("load", clock)                         # one direction is one lane: first in, first out
     transfer = link.copy(dst, src, "layer 0")          # returns at once, and never raises
-    link.copy(dst, src, "layer 1", Places(to, at))     # blocks: dst[to] = src[at]
+    link.copy(dst, src, "layer 1", BlockPairs(to, at)) # blocks: dst[to] = src[at]
 
-A copy begins only after everything that was queued to compute when it was issued (with `Places(apart=True)`,
-when their first copy was): so a load cannot overwrite what queued work still reads, and a copy out sees what
-queued work still writes. That is half of the contract; the other half is the caller's (`Cache.hold`): no
-memory of a transfer may be used for anything else before `ready`.
+A copy begins only after everything that was queued to compute when it was issued (with
+`BlockPairs(apart=True)`, when their first copy was): so a load cannot overwrite what queued work still reads,
+and a copy out sees what queued work still writes. That is half of the contract; the other half is the
+caller's (`Cache.hold`): no memory of a transfer may be used for anything else before `ready`.
 
 A GPU's link is in cuda_link.py. Where there is no GPU, shell/modelled_link.py has a link with the same verbs,
 and the same contract."""
@@ -26,8 +26,8 @@ from itertools import pairwise
 import numpy
 import torch
 
-LAST = 8            # samples that say how fast something is
-HANGING = 1.0       # seconds after which a job hangs: its lane is given nothing that somebody waits for
+NUM_SAMPLES = 8     # samples that say how fast something is
+HANG_SECONDS = 1.0  # seconds after which a job hangs: its lane is given nothing that somebody waits for
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}     # by their bytes
 
 # 1. Transfers -----------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ class Transfer:
     def __init__(self, lane: str, label: str, size: int = 0):
         self.lane, self.label, self.bytes = lane, label, size
         self.issued, self.start, self.end, self.error = time.perf_counter(), None, None, None
-        self.over, self.cancelled, self.value = threading.Event(), False, None
+        self.completed, self.cancelled, self.value = threading.Event(), False, None
 
     def cancel(self):
         """Let it fail, unless it has begun: nobody needs it any more."""
@@ -53,15 +53,15 @@ class Transfer:
     @property
     def ready(self) -> bool:
         """Whether it is over, well or not: nothing is written any more."""
-        return self.over.is_set()
+        return self.completed.is_set()
 
     def finish(self, start: float, end: float, error: Exception | None = None):
         self.start, self.end, self.error = start, end, error
-        self.over.set()
+        self.completed.set()
 
     def wait(self, seconds: float | None = None):
         """Make the host wait until it is over. Raises TransferError if it failed, or took longer."""
-        if not self.over.wait(seconds):
+        if not self.completed.wait(seconds):
             raise TransferError(f"{self.label} is late")
         self.check()
 
@@ -92,17 +92,17 @@ class Speed:
     only slows. `unmeasured`: that before the first pass."""
 
     def __init__(self, unmeasured: float):
-        self.unmeasured, self.passes = unmeasured, deque(maxlen=LAST)
+        self.unmeasured, self.samples = unmeasured, deque(maxlen=NUM_SAMPLES)
 
-    def note(self, units: float, seconds: float):
-        self.passes.append(units / seconds)
+    def record(self, units: float, seconds: float):
+        self.samples.append(units / seconds)
 
     def forget(self):
-        self.passes.clear()
+        self.samples.clear()
 
     @property
     def value(self) -> float:
-        return max(self.passes, default=self.unmeasured)
+        return max(self.samples, default=self.unmeasured)
 
     def seconds(self, units: float) -> float:
         """Estimate for so much work; infinite if the speed is 0."""
@@ -117,26 +117,26 @@ class Lane:
 
     def __init__(self, name: str):
         self.name = name
-        self.on_their_way: deque[Transfer] = deque()
+        self.in_flight: deque[Transfer] = deque()
         self.measured = Speed(math.inf)     # bytes/s, of the last transfers
 
-    def settle(self) -> int:
+    def reap_completed(self) -> int:
         """Drop what is over, note how fast it was, and return the bytes that are on their way."""
-        while self.on_their_way and self.on_their_way[0].ready:
-            transfer = self.on_their_way.popleft()
+        while self.in_flight and self.in_flight[0].ready:
+            transfer = self.in_flight.popleft()
             (start, end), counts = transfer.span(), transfer.bytes >= self.measured_from
             if counts and transfer.error is None and end > start:
-                self.measured.note(transfer.bytes, end - start)
-        return sum(transfer.bytes for transfer in self.on_their_way if not transfer.cancelled)
+                self.measured.record(transfer.bytes, end - start)
+        return sum(transfer.bytes for transfer in self.in_flight if not transfer.cancelled)
 
     def speed(self) -> float:
         """-> bytes/s."""
-        self.settle()
-        return self.measured.value if self.measured.passes else self.measure()
+        self.reap_completed()
+        return self.measured.value if self.measured.samples else self.measure()
 
     def seconds(self, size: int, transfers: int = 1) -> float:
         """Estimate the seconds until `size` bytes would be there, behind what is queued now."""
-        return transfers * self.latency + (self.settle() + size) / self.speed()
+        return transfers * self.latency + (self.reap_completed() + size) / self.speed()
 
 
 class Worker(Lane):
@@ -148,26 +148,26 @@ class Worker(Lane):
         self.wake, self.jobs, self.closed = wake, queue.SimpleQueue(), threading.Event()
         self.began = [math.inf]             # when what it does now did; infinite while it does nothing
         arguments = self.jobs, self.closed, self.began, wake, background   # not the lane: it may be forgotten
-        self.thread = threading.Thread(target=work, args=arguments, daemon=True)
-        self.close = weakref.finalize(self, end, self.jobs, self.closed, self.thread)
+        self.thread = threading.Thread(target=run_jobs, args=arguments, daemon=True)
+        self.close = weakref.finalize(self, stop_worker, self.jobs, self.closed, self.thread)
 
     def submit(self, label: str, size: int, function, *arguments, model=None) -> Transfer:
         """Call function(*arguments) on the thread, and return a Transfer of `size` bytes that gets its value.
         `model`: when it says that what was begun at a time has arrived; until then the thread sleeps."""
         transfer = Transfer(self.name, label, size)
-        self.on_their_way.append(transfer)
+        self.in_flight.append(transfer)
         self.jobs.put((transfer, model, function, arguments))
         if self.thread.ident is None:
             self.thread.start()
-        self.settle()
+        self.reap_completed()
         return transfer
 
     @property
     def hangs(self) -> bool:
-        return time.perf_counter() - self.began[0] > HANGING
+        return time.perf_counter() - self.began[0] > HANG_SECONDS
 
 
-def work(jobs: queue.SimpleQueue, closed: threading.Event, began: list, wake, background: bool):
+def run_jobs(jobs: queue.SimpleQueue, closed: threading.Event, began: list, wake, background: bool):
     """Do what a lane is given: its thread."""
     if background:      # take the processor only from who is idle, where threads have a priority of their own
         with suppress(OSError, AttributeError):
@@ -191,17 +191,17 @@ def work(jobs: queue.SimpleQueue, closed: threading.Event, began: list, wake, ba
         wake()
 
 
-def end(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread):
+def stop_worker(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread):
     """End a lane's thread: none may be inside PyTorch when the interpreter goes. What is modelled arrives."""
     closed.set()
     jobs.put(None)
     if thread.ident is not None and thread is not threading.current_thread():
-        thread.join(HANGING)
+        thread.join(HANG_SECONDS)
 
 
 # 3. Blocks --------------------------------------------------------------------------------------------------
 
-class Places:
+class BlockPairs:
     """Which blocks of two memories belong together: block to[i] of one is copied from block at[i]."""
 
     def __init__(self, to, at, apart=False):
@@ -219,20 +219,20 @@ def runs(to, at) -> list[tuple[int, int, int]]:
     return [(int(to[first]), int(at[first]), end - first) for first, end in pairwise(edges) if end > first]
 
 
-def paired(dst: list[torch.Tensor], src: list[torch.Tensor], places: Places | None):
-    """Pair tensors of the same dtype and shape; with `places`, of any number of blocks. Raises ValueError."""
-    first = 1 if places else 0
+def paired(dst: list[torch.Tensor], src: list[torch.Tensor], pairs: BlockPairs | None):
+    """Pair tensors of the same dtype and shape; with `pairs`, of any number of blocks. Raises ValueError."""
+    first = 1 if pairs else 0
     sides = [[(piece.shape[first:], piece.dtype) for piece in side] for side in (dst, src)]
     if sides[0] != sides[1]:
         raise ValueError("the two sides differ in shape or dtype")
     return zip(dst, src)
 
 
-def move(dst: list[torch.Tensor], src: list[torch.Tensor], places: Places | None):
+def move(dst: list[torch.Tensor], src: list[torch.Tensor], pairs: BlockPairs | None):
     """Copy in ordinary memory with one core: NumPy takes no other, where torch would take all of them."""
-    for pair in paired(dst, src, places):
+    for pair in paired(dst, src, pairs):
         to, out_of = map(as_integers, pair)
-        for first, at, count in places.runs if places else [(0, 0, len(to))]:
+        for first, at, count in pairs.runs if pairs else [(0, 0, len(to))]:
             numpy.copyto(to[first : first + count], out_of[at : at + count])
 
 
@@ -245,9 +245,9 @@ def as_lists(*sides) -> list[list[torch.Tensor]]:
     return [[side] if isinstance(side, torch.Tensor) else list(side) for side in sides]
 
 
-def shown(dst: list[torch.Tensor], places: Places | None) -> list[torch.Tensor]:
+def written_part(dst: list[torch.Tensor], pairs: BlockPairs | None) -> list[torch.Tensor]:
     """-> as much of each as a copy writes."""
-    return [to[: len(places.to)] for to in dst] if places else dst
+    return [to[: len(pairs.to)] for to in dst] if pairs else dst
 
 
 def host_memory(shape, dtype, device, what: str) -> torch.Tensor:

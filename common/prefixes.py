@@ -9,37 +9,37 @@ from weakref import WeakValueDictionary
 
 
 @dataclass(eq=False)
-class Prefix:
+class BlockKey:
     """`tokens` after all that `parent`, if any, stands for. One object per content: compare with `is`."""
 
-    parent: "Prefix | None" = field(repr=False)
+    parent: "BlockKey | None" = field(repr=False)
     tokens: tuple
-    key: bytes  # SHA-256 chain: the name of the content outside of this process
+    digest: bytes  # SHA-256 chain: the name of the content outside of this process
     used: int = 0  # when it was used last: every pool that holds it evicts by this
 
 
-class Prefixes:
+class BlockKeys:
     """Interns prefixes of `size` tokens. Compares (parent, tokens), as a collision of hashes would give a
     request another user's text. `namespace`: what K and V depend on besides tokens."""
 
     def __init__(self, namespace: str, size: int):
         self.namespace, self.size = hashlib.sha256(namespace.encode()).digest(), size
-        self.known: WeakValueDictionary[tuple, Prefix] = WeakValueDictionary()
+        self.known: WeakValueDictionary[tuple, BlockKey] = WeakValueDictionary()
         self.uses = itertools.count(1)
 
-    def extend(self, chain: list[Prefix], tokens: list[int], salt: str = "") -> list[Prefix]:
+    def extend(self, chain: list[BlockKey], tokens: list[int], salt: str = "") -> list[BlockKey]:
         """Extend `chain`, one Prefix per full block, to all full blocks of `tokens`. Salts share nothing."""
         while (end := (len(chain) + 1) * self.size) <= len(tokens):
             parent, block = chain[-1] if chain else None, tuple(tokens[end - self.size : end])
-            prefix = self.known.get((parent or salt, block))
-            if prefix is None:
-                before = parent.key if parent else hashlib.sha256(self.namespace + salt.encode()).digest()
-                key = hashlib.sha256(before + struct.pack(f"<{self.size}i", *block)).digest()
-                prefix = self.known[parent or salt, block] = Prefix(parent, block, key)
-            chain.append(prefix)
+            block_key = self.known.get((parent or salt, block))
+            if block_key is None:
+                before = parent.digest if parent else hashlib.sha256(self.namespace + salt.encode()).digest()
+                digest = hashlib.sha256(before + struct.pack(f"<{self.size}i", *block)).digest()
+                block_key = self.known[parent or salt, block] = BlockKey(parent, block, digest)
+            chain.append(block_key)
         return chain
 
-    def use(self, chain: list[Prefix]):
+    def use(self, chain: list[BlockKey]):
         """Make a chain the most recently used, in every tier that holds it; its end is evicted first."""
-        for prefix in reversed(chain):
-            prefix.used = next(self.uses)
+        for block_key in reversed(chain):
+            block_key.used = next(self.uses)

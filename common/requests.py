@@ -33,7 +33,7 @@ class BadRequest(RequestError):
     status = 400
 
 
-class HungUp(RequestError):
+class ClientDisconnected(RequestError):
     status = 499
 
 
@@ -108,8 +108,8 @@ class Request:
     restoration: object = None     # what is on its way
     readmitted: bool = False       # preempted, or its restoration has failed: it had blocks before
     must_compute: bool = False     # a restoration has failed: nothing is asked for again
-    patience: float = 0.0          # until when it may wait for its Cache: seconds of time.perf_counter()
-    kept: object = None            # whatever the Cache remembers of it
+    wait_deadline: float = 0.0     # until when it may wait for its Cache: seconds of time.perf_counter()
+    memo: object = None            # whatever the Cache remembers of it
 
     def __post_init__(self):
         self.tokens = list(self.tokens)                         # it grows, and is nobody else's
@@ -129,9 +129,9 @@ class Request:
         return self.restoration.next if self.restoration else self.computed
 
     @property
-    def reach(self) -> int:
+    def compute_end(self) -> int:
         """The token up to which the next step may compute."""
-        return self.restoration.reach if self.restoration else len(self.tokens)
+        return self.restoration.compute_end if self.restoration else len(self.tokens)
 
     @property
     def pending(self) -> int:
@@ -173,7 +173,7 @@ class Request:
 
 # 3. The line of an engine ----------------------------------------------------------------------------------
 
-class Line:
+class RequestQueue:
     """The requests of an engine: those that wait, run and are over. Any thread may submit and cancel; one
     thread calls `step`, which takes arrivals in and ends a request with `finish`. An engine has a `model`,
     and says how to `step` and to `release` a running request."""
@@ -187,7 +187,7 @@ class Line:
         self.wake = threading.Event()                           # something has arrived
         self.waiting: deque[Request] = deque()                  # first come, first served
         self.running: list[Request] = []                        # oldest first
-        self.over: deque[Request] = deque(maxlen=8)             # the last ones, for the page
+        self.completed: deque[Request] = deque(maxlen=8)        # the last ones, for the page
         self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0, gpu_hits=0, misses=0)
         self.failures = 0                                       # steps in a row that raised
 
@@ -280,18 +280,18 @@ class Line:
             self.release(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        self.tell("finish", [request])
+        self.log_event("finish", [request])
         request.finish(error)
         if error is None:
-            self.over.append(request)
+            self.completed.append(request)
             self.counts.update(request.outcome.usage, finished=1)
             hits = {f"{tier}_hits": 1 for tier, tokens in request.found.items() if tokens}
             self.counts.update(hits or ["misses"])
             self.counts.update({f"{tier}_hit_tokens": tokens for tier, tokens in request.found.items()})
         else:
-            self.counts["cancelled" if isinstance(error, HungUp) else "failed"] += 1
+            self.counts["cancelled" if isinstance(error, ClientDisconnected) else "failed"] += 1
 
-    def tell(self, verb: str, requests: list[Request], rows: int = 0, blocks: int = 0, words: str = ""):
+    def log_event(self, verb: str, requests: list[Request], rows: int = 0, blocks: int = 0, words: str = ""):
         """--explain: print a line for what happens in a step."""
         if self.explain:
             who = " ".join(f"#{request.id}" for request in requests)

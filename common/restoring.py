@@ -1,7 +1,8 @@
 """What drives a Cache: when a restoration begins, goes on, waits, fails and ends; for all chapters, once.
 
-`Restorer` stands in the place of chapter 02's `Nothing`. The rule for each restoration that fails or is late:
-what was to come back is computed. (What raises before it has begun ends its request: `Line.contain`.)"""
+`Restorer` stands in the place of chapter 02's `NoLowerTier`. The rule for each restoration that fails or is
+late: what was to come back is computed. (What raises before it has begun ends its request:
+`RequestQueue.contain`.)"""
 
 import time
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ import torch
 
 from common.cache import Cache, Match
 from common.link import TransferError
-from common.requests import Interrupted, Line, Request
+from common.requests import Interrupted, Request, RequestQueue
 
 GRACE = 0.05  # seconds that a restoration may be late in any case: a busy host is no failure
 
@@ -28,10 +29,10 @@ class Restoration:
     match: Match
     deadline: float  # in seconds of time.perf_counter(): nobody waits longer
     grace: float = GRACE  # seconds that each copy may take, also after the deadline
-    steps: object = None  # the Cache's generator, until it has ended
+    generator: object = None  # the Cache's generator, until it has ended
     layers: int = 0  # whose history is there
     awaited: object = None  # the Transfer that the generator yielded last, until that is over
-    passed: list = field(default_factory=list)  # the Transfers before
+    completed: list = field(default_factory=list)  # the Transfers before
     portion: int = 0  # tokens before `limit` that the next step may compute
 
     def __post_init__(self):
@@ -39,31 +40,31 @@ class Restoration:
         self.end = self.start + self.match.tokens
 
     @property
-    def met(self) -> bool:
+    def ends_met(self) -> bool:
         """Whether all before `limit` is computed."""
         return self.request.computed >= self.limit
 
     @property
     def computes(self) -> bool:
         """Whether its request computes some of these tokens: no step waits for it then."""
-        return not self.met and self.portion > 0
+        return not self.ends_met and self.portion > 0
 
     @property
     def next(self) -> int:
         """The first token that the next step computes."""
-        return max(self.end, self.request.computed) if self.met else self.request.computed
+        return max(self.end, self.request.computed) if self.ends_met else self.request.computed
 
     @property
-    def reach(self) -> int:
+    def compute_end(self) -> int:
         """The token up to which the next step may compute."""
-        return len(self.request.tokens) if self.met else min(self.limit, self.next + self.portion)
+        return len(self.request.tokens) if self.ends_met else min(self.limit, self.next + self.portion)
 
-    def has(self, layers: int) -> bool:
+    def has_layers(self, layers: int) -> bool:
         """Whether the next rows have all the history that they need in so many layers."""
-        return self.met and self.layers >= layers
+        return self.ends_met and self.layers >= layers
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all tokens up to `end` are in the blocks."""
         return self.request.computed >= self.end
 
@@ -79,22 +80,22 @@ class Restorer:
 
     # What the engine calls, in the order of a step
 
-    def attach(self, engine: Line):
+    def attach(self, engine: RequestQueue):
         self.engine, self.depth = engine, len(engine.model.layers)
         self.estimates.attach(engine, self.cache)
         self.cache.attach(engine)
         engine.fields = {**engine.fields, **self.cache.fields}
         engine.pools = {**engine.pools, **self.cache.pools}
-        engine.pool.evicting = self.cache.evicting
+        engine.pool.on_evict = self.cache.on_evict
 
     @property
     def busy(self) -> bool:
-        return any(self.cache.under_way.values())
+        return any(self.cache.in_flight.values())
 
     def submitted(self, request: Request):
         """The request stands in line, maybe again: have the Cache bring nearer what it needs."""
         if not request.readmitted:
-            request.patience = request.received + self.estimates.patience(len(request.tokens))
+            request.wait_deadline = request.received + self.estimates.max_wait(len(request.tokens))
         if not request.must_compute:
             with self.engine.contain(request):
                 self.cache.submitted(request)
@@ -105,19 +106,19 @@ class Restorer:
     def waits(self, request: Request) -> bool:
         """-> whether something comes nearer that it waits for, while it is patient."""
         waits = not request.must_compute and self.cache.waits(request)
-        return waits and time.perf_counter() < request.patience
+        return waits and time.perf_counter() < request.wait_deadline
 
-    def begin(self, request: Request):
+    def start_restoration(self, request: Request):
         """Begin to bring back what the Cache has, if that pays: the first copies are issued here."""
         match = None if request.must_compute else self.cache.match(request)
         if match and (most := self.decide(request, match)):
             grace = 0.0 if match.trial else GRACE
             deadline = time.perf_counter() + (most if match.trial else max(most, match.seconds + GRACE))
             request.restoration = restoration = Restoration(request, match, deadline, grace)
-            restoration.steps = self.cache.restore(request, restoration, match)  # which runs nothing yet
+            restoration.generator = self.cache.restore(request, restoration, match)  # which runs nothing yet
             self.advance(request, 1, wait=False)
 
-    def resume(self, running: list) -> list:
+    def resume_restorations(self, running: list) -> list:
         """Between two steps: go on with all restorations, oldest first; together they compute no more rows
         than a step. -> the requests that the step may compute: those that need not wait. If all must, the
         oldest computes behind its history, layer by layer."""
@@ -125,14 +126,14 @@ class Restorer:
         for request in list(running):
             with self.engine.contain(request):
                 if request.restoration:
-                    left -= self.resume_one(request, left)
+                    left -= self.resume_restoration(request, left)
         return [one for one in running if self.ready(one.restoration)] or running[:1]
 
     def ready(self, restoration: Restoration | None) -> bool:
         """-> whether a step can compute the next rows without waiting."""
-        return restoration is None or restoration.has(self.depth) or restoration.computes
+        return restoration is None or restoration.has_layers(self.depth) or restoration.computes
 
-    def resume_one(self, request: Request, left: int) -> int:
+    def resume_restoration(self, request: Request, left: int) -> int:
         """Go on with a restoration as far as `left` rows allow -> rows that it has computed."""
         restoration, layers = request.restoration, self.depth
         before, rows = restoration.layers, restoration.match.rows
@@ -140,10 +141,10 @@ class Restorer:
             oldest = left == self.engine.token_budget * self.depth  # which always makes progress
             layers = min(layers, before + max(left // rows, int(oldest)))
         self.advance(request, layers, wait=False)
-        if request.restoration and restoration.whole:
-            self.end(request)
+        if request.restoration and restoration.is_complete:
+            self.end_restoration(request)
             self.engine.register(request)
-            self.begin(request)  # what follows may be elsewhere, or saved since
+            self.start_restoration(request)  # what follows may be elsewhere, or saved since
         return (restoration.layers - before) * rows
 
     def before_layer(self, index: int, hidden: torch.Tensor, batch: object):
@@ -183,7 +184,7 @@ class Restorer:
 
     def finished(self, request: Request):
         if request.restoration:
-            self.end(request)
+            self.end_restoration(request)
         self.cache.finished(request)
 
     def close(self):
@@ -194,9 +195,9 @@ class Restorer:
     def decide(self, request: Request, match: Match) -> float:
         """Decide whether to load what was offered, and have the request say why -> the seconds that it may
         take, or 0."""
-        most, words = self.estimates.weigh(request, match)
+        most, words = self.estimates.load_or_compute(request, match)
         request.decisions.append(words)
-        self.engine.tell("restore", [request], match.tokens, words=words)
+        self.engine.log_event("restore", [request], match.tokens, words=words)
         self.engine.counts["declined"] += not most
         return most
 
@@ -208,12 +209,12 @@ class Restorer:
         Raises Interrupted, in a pass, if a request comes."""
         restoration = request.restoration
         try:
-            while restoration.steps and not restoration.has(layers):
+            while restoration.generator and not restoration.has_layers(layers):
                 if restoration.awaited and not self.arrived(restoration, wait):
                     break
-                restoration.awaited = next(restoration.steps, restoration)
+                restoration.awaited = next(restoration.generator, restoration)
                 if restoration.awaited is restoration:  # the generator has ended
-                    restoration.steps = restoration.awaited = None
+                    restoration.generator = restoration.awaited = None
                     if restoration.layers < self.depth:
                         raise TransferError("the cache gave up")
                 elif restoration.awaited is None:  # it has computed a portion: others may be next
@@ -225,7 +226,7 @@ class Restorer:
         except Exception as error:
             self.give_up(restoration, error)
         finally:
-            if restoration.has(self.depth):  # over what has arrived
+            if restoration.has_layers(self.depth):  # over what has arrived
                 request.computed = restoration.next
 
     def arrived(self, restoration: Restoration, wait: bool) -> bool:
@@ -245,7 +246,7 @@ class Restorer:
                 engine.sleep(left)
             self.waited.append((began, engine.clock.mark()))
         transfer.check()
-        restoration.passed.append(transfer)
+        restoration.completed.append(transfer)
         return True
 
     def give_up(self, restoration: Restoration, error: Exception):
@@ -259,21 +260,21 @@ class Restorer:
             request.must_compute = True
             self.engine.requeue(request)
 
-    def end(self, request: Request):
+    def end_restoration(self, request: Request):
         """Take the restoration from the request, however it ended. The Cache holds what is under way."""
         restoration, request.restoration = request.restoration, None
         self.stop(restoration)
         restored = restoration.end - restoration.limit  # of these tokens those that were not computed
-        if restoration.whole and restored:
+        if restoration.is_complete and restored:
             self.engine.counts["restored_tokens"] += restored
             if not request.readmitted:  # which had some of it itself
                 for source, tokens in restoration.match.found.items():
                     request.found[source] = request.found.get(source, 0) + min(tokens, restored)
-        for transfer in restoration.passed:
+        for transfer in restoration.completed:
             request.timeline.add(transfer.lane, transfer.label, *transfer.span())
 
     def stop(self, restoration: Restoration):
         """End the generator."""
-        if restoration.steps:
-            restoration.steps.close()
-            restoration.steps = None
+        if restoration.generator:
+            restoration.generator.close()
+            restoration.generator = None

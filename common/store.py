@@ -43,16 +43,16 @@ class StoredChunks:
     def read(self, chunks: list[Stored], into: list[numpy.ndarray], part=0, label="") -> list[Transfer]:
         """Read a part of each, in the background, the storages in parallel -> a Transfer each."""
         reads = {}  # storage -> keys, places
-        for chunk, place in zip(chunks, into, strict=True):
-            keys, places = reads.setdefault(chunk.storage, ([], []))
+        for chunk, array in zip(chunks, into, strict=True):
+            keys, arrays = reads.setdefault(chunk.storage, ([], []))
             keys.append(chunk.keys[part])
-            places.append(place)
+            arrays.append(array)
         return [storage.get(*read, label or f"part {part}") for storage, read in reads.items()]
 
     def write(self, key: bytes, parts: list[numpy.ndarray]) -> Transfer | None:
         """Keep a chunk, in the background -> a Transfer; None if it is there, or all storages fall behind."""
         if not self.find(key, len(parts)):
-            free = [storage for storage in (next(self.turn), *self.storages) if not storage.behind]
+            free = [storage for storage in (next(self.turn), *self.storages) if not storage.is_backlogged]
             return free[0].set(self.keys(key, len(parts)), parts) if free else None
 
     def use(self, keys: list[bytes], parts: int = 1):
@@ -112,12 +112,12 @@ class Storage:
 
     def exists(self, keys: list[bytes]) -> Transfer:
         """Use values -> a Transfer whose value says of each key whether it is there, and can be read."""
-        return self.asker.submit("exists", 0, self.noting, self.look_up, keys)
+        return self.asker.submit("exists", 0, self.track_errors, self.look_up, keys)
 
     def use(self, keys: list[bytes]):
         """Use values, behind the writes that are queued."""
-        if keys and not self.behind:
-            self.writer.submit("use", 0, self.noting, self.look_up, keys)
+        if keys and not self.is_backlogged:
+            self.writer.submit("use", 0, self.track_errors, self.look_up, keys)
 
     def has(self, keys: list[bytes]) -> bool:
         """Whether all are there, as far as is known here, and can be read now."""
@@ -126,13 +126,13 @@ class Storage:
 
     def get(self, keys: list[bytes], into: list[numpy.ndarray], label: str = "") -> Transfer:
         """Read values. What is written to `into` is right, or the Transfer has failed."""
-        size, model = sum(place.nbytes for place in into), self.bandwidth and self.bandwidth.of(into)
-        return self.reader.submit(label, size, self.noting, self.read, keys, into, model=model)
+        size, model = sum(array.nbytes for array in into), self.bandwidth and self.bandwidth.of(into)
+        return self.reader.submit(label, size, self.track_errors, self.read, keys, into, model=model)
 
     def set(self, keys: list[bytes], values: list[numpy.ndarray]) -> Transfer:
         """Write the values not there yet -> a Transfer whose value is how many; what fails is doubted."""
         size = sum(value.nbytes for value in values)
-        return self.writer.submit("write", size, self.noting, self.write, keys, values)
+        return self.writer.submit("write", size, self.track_errors, self.write, keys, values)
 
     @property
     def silent(self) -> bool:
@@ -140,36 +140,36 @@ class Storage:
         return bool(self.failing - {"write"}) or self.reader.hangs or self.asker.hangs
 
     @property
-    def behind(self) -> bool:
+    def is_backlogged(self) -> bool:
         """Whether writing hangs, or too much waits for it."""
         return self.writer.hangs or self.writer.jobs.qsize() >= BACKLOG
 
     def measure(self, size: int) -> Transfer:
         """Read so many bytes of nobody's, to know how fast that is."""
         key, contents = hashlib.sha256(b"measure %d" % size).digest(), numpy.arange(size).astype(numpy.uint8)
-        self.reader.submit("measure", 0, self.noting, self.write, [key], [contents])
+        self.reader.submit("measure", 0, self.track_errors, self.write, [key], [contents])
         self.reader.measured.forget()
         return self.get([key], [contents], "measure")
 
     @property
     def measured(self) -> Speed:
         """Of the last reads."""
-        self.reader.settle()
+        self.reader.reap_completed()
         return self.reader.measured
 
     def speed(self) -> float:
         """Bytes per second; until something has been read what the model says, or a guess."""
-        if self.measured.passes:
+        if self.measured.samples:
             return self.measured.value
         return self.bandwidth.value if self.bandwidth else 1e9
 
     def seconds(self, size: int) -> float:
         """Estimate until `size` bytes have been read, behind what is queued; 0 while that is not known."""
-        return self.measured.seconds(self.reader.settle() + size)
+        return self.measured.seconds(self.reader.reap_completed() + size)
 
     # On the threads
 
-    def noting(self, function, *arguments):
+    def track_errors(self, function, *arguments):
         """Call the function, and note whether it raises."""
         try:
             value = function(*arguments)
@@ -188,10 +188,10 @@ class Storage:
         wrong = set(keys)
         try:
             values = self.backend.get([key.hex() for key in keys])
-            for key, value, place in zip(keys, values, into, strict=True):
+            for key, value, array in zip(keys, values, into, strict=True):
                 contents = memoryview(value or b"")[4:]
-                if len(contents) == place.nbytes and checksum(key, contents) == bytes(value[:4]):
-                    numpy.copyto(place, numpy.frombuffer(contents, place.dtype).reshape(place.shape))
+                if len(contents) == array.nbytes and checksum(key, contents) == bytes(value[:4]):
+                    numpy.copyto(array, numpy.frombuffer(contents, array.dtype).reshape(array.shape))
                     wrong.discard(key)
             if wrong:
                 raise Damaged(f"{len(wrong)} of {len(keys)} values are missing or damaged")
@@ -199,21 +199,21 @@ class Storage:
             self.doubted |= wrong
 
     def write(self, keys: list[bytes], values: list[numpy.ndarray]) -> int:
-        lacking = {}
+        absent = {}
         for key, value, there in zip(keys, values, self.look_up(keys), strict=True):
             if not there:
                 value = numpy.ascontiguousarray(value)
-                lacking[key.hex()] = b"".join([checksum(key, value), value])
+                absent[key.hex()] = b"".join([checksum(key, value), value])
         failed = set()
         try:
-            self.backend.set([*lacking], [*lacking.values()])
+            self.backend.set([*absent], [*absent.values()])
         except Exception:  # of some keys: the others are there
             self.errors += 1
-            there = self.backend.exists([*lacking])
-            failed = {bytes.fromhex(key) for key, known in zip(lacking, there) if not known}
+            there = self.backend.exists([*absent])
+            failed = {bytes.fromhex(key) for key, known in zip(absent, there) if not known}
         self.doubted.difference_update(keys)
         self.doubted |= failed
-        return len(lacking) - len(failed)
+        return len(absent) - len(failed)
 
     def close(self):
         for lane in self.reader, self.writer, self.asker:

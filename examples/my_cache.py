@@ -35,7 +35,7 @@ class MyCache(Cache):
 
     def restore(self, request, restoration, match):
         table, transfers = self.blocks_of(request, restoration.start, len(match.blocks)), []
-        blocks = links.Places(table, match.blocks)
+        blocks = links.BlockPairs(table, match.blocks)
         for layer, sides in enumerate(zip(self.pool.memory, self.host.memory)):
             device, host = (side.transpose(0, 1) for side in sides)  # [blocks, 2, block_size, KVH, hd] each
             transfers.append(self.load_link.copy(device, host, f"layer {layer}", blocks))
@@ -46,19 +46,20 @@ class MyCache(Cache):
 
     def save(self, batch):
         for request, _ in batch.work:
-            for prefix, block in zip(request.chain[: request.registered], request.table):
-                if prefix in self.host.block_of or prefix in self.saving or not self.host.available:
+            for block_key, block in zip(request.chain[: request.registered], request.table):
+                if block_key in self.host.block_of or block_key in self.saving or not self.host.available:
                     continue
-                (place,) = self.host.allocate(1)
-                into, out_of = self.host.memory[:, :, place], self.pool.memory[:, :, block]
-                copy, then = self.save_link.copy(into, out_of, "save"), partial(self.saved, prefix, place)
-                self.hold("save", [copy], (self.pool, [block]), given=[(self.host, [place])], then=then)
-                self.saving.add(prefix)
+                (host_block,) = self.host.allocate(1)
+                into, out_of = self.host.memory[:, :, host_block], self.pool.memory[:, :, block]
+                copy = self.save_link.copy(into, out_of, "save")
+                then = partial(self.on_saved, block_key, host_block)
+                self.hold("save", [copy], (self.pool, [block]), given=[(self.host, [host_block])], then=then)
+                self.saving.add(block_key)
 
-    def saved(self, prefix, place, arrived: bool):
-        self.saving.discard(prefix)
+    def on_saved(self, block_key, host_block, arrived: bool):
+        self.saving.discard(block_key)
         if arrived:
-            self.host.register(place, prefix)
+            self.host.register(host_block, block_key)
 
     def close(self):
         self.load_link.close()

@@ -94,7 +94,7 @@ class StorageConnector(base.KVConnectorBase_V1):
         if first >= len(keys) or known.loaded == request.num_preemptions:
             return 0, False
         known.asked = known.asked or self.storage.exists(keys)
-        if not known.asked.over.wait(0 if self.storage.silent else LOOK):
+        if not known.asked.completed.wait(0 if self.storage.silent else LOOK):
             return 0 if self.storage.silent else None, False
         there, known.asked, known.first = known.asked.value or [], None, first  # no value: an error
         count = [*there[first:], False].index(False)
@@ -145,12 +145,12 @@ class StorageConnector(base.KVConnectorBase_V1):
         if self.loading and self.idle:
             self.wake.wait(LOOK)
             self.wake.clear()
-        over, self.failed = set(), set()
+        completed, self.failed = set(), set()
         for name, (deadline, parts) in list(self.loading.items()):
             if time.perf_counter() > deadline or all(transfer.ready for *_, transfer in parts):
                 self.land(name)
-                over.add(name)
-        return base.KVConnectorTransferResults(finished_recving=over)
+                completed.add(name)
+        return base.KVConnectorTransferResults(finished_recving=completed)
 
     def land(self, name: str):
         """Put into its blocks what has come. From the first of the others on, vLLM computes."""
@@ -167,7 +167,7 @@ class StorageConnector(base.KVConnectorBase_V1):
 
     def wait_for_save(self):
         for key, block in self._get_connector_metadata().saves:
-            if not self.storage.behind:
+            if not self.storage.is_backlogged:
                 self.storage.set([key], [numpy.stack([layer[block] for layer in self.layers])])
 
     def shutdown(self):

@@ -16,7 +16,7 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
 
-def tell(kind, error, trace, others=sys.excepthook):
+def print_exception(kind, error, trace, others=sys.excepthook):
     """End with one line after Ctrl-C, also while PyTorch is imported; with none where `| head` has enough."""
     if kind is BrokenPipeError:
         os._exit(1)
@@ -42,7 +42,7 @@ def interrupt(number: int, frame):
     raise KeyboardInterrupt(number)
 
 
-def heed(*numbers: int):
+def handle_signals(*numbers: int):
     """Let these signals interrupt this process, except those that are ignored, or handled otherwise."""
     for number in numbers:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
@@ -55,15 +55,15 @@ def check_signals():
         raise KeyboardInterrupt(signals[0])
 
 
-sys.excepthook = tell
+sys.excepthook = print_exception
 unraisable = sys.unraisablehook
 sys.unraisablehook = lambda lost: lost.exc_type is KeyboardInterrupt or unraisable(lost)
 with suppress(ValueError):      # on another thread than the main one
-    heed(signal.SIGINT)
+    handle_signals(signal.SIGINT)
 import numpy  # noqa: E402, F401  (else PyTorch does it, in C, where Ctrl-C is lost)
 
 
-def end(code: int, words: str = "\nInterrupted."):
+def exit_process(code: int, words: str = "\nInterrupted."):
     """Say so and end the process at once: other threads may be inside a long product, or wait for ever."""
     with suppress(BaseException):       # as of a pipe that is closed
         print(words, file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ PAUSE = 60.0  # seconds without making room on a full file system, after that ha
 
 
 @cache
-def say_once(words: str):
+def warn_once(words: str):
     """Print a line to stderr, once in the life of the process."""
     print(words, file=sys.stderr, flush=True)
 
@@ -95,7 +95,7 @@ class Directory:
                 failed = error
         self.exists(keys)
         if failed:
-            say_once(f"A write to {self.folder} has failed, and its contents are dropped: {failed.strerror}.")
+            warn_once(f"A write to {self.folder} failed, and its contents are dropped: {failed.strerror}.")
             raise failed
 
     def write(self, key: str, value: bytes):
@@ -104,7 +104,7 @@ class Directory:
         if not self.folder.is_dir():
             os.makedirs(self.folder, exist_ok=True)
             self.index = set()
-            say_once(f"{self.folder} had vanished: it is there again, and empty.")
+            warn_once(f"{self.folder} had vanished: it is there again, and empty.")
         try:
             temporary.write_bytes(value)
             if self.path(key).is_dir():
@@ -134,7 +134,7 @@ class Directory:
                     self.index.discard(path.stem)
                     there -= freed
                 except OSError as error:  # others go in its place
-                    say_once(f"Cannot delete a file in {self.folder}: {error.strerror}.")
+                    warn_once(f"Cannot delete a file in {self.folder}: {error.strerror}.")
         self.written += size
 
 
@@ -204,18 +204,18 @@ def attach_storage(cache, storage: Storage | None):
     engine, before, writing = cache.engine, cache.storage, set(cache.writing)
     for request in (*engine.waiting, *engine.running):
         cache.finished(request)         # it goes on, without what was noted for the storage before
-    for known in cache.coming, cache.writing, cache.unwritten:
+    for known in cache.reading, cache.writing, cache.unwritten:
         known.clear()
     if before:
         for lane in "ask", "read", "measure", "write":
-            for transfers, held, _ in cache.under_way.pop(lane, ()):
+            for transfers, held, _ in cache.in_flight.pop(lane, ()):
                 cache.hold(before, transfers, given=held)       # on a lane of its own, and nothing is noted
         cache.hold(before, [], then=lambda arrived: Thread(target=before.close, daemon=True).start())
     cache.storage = storage
     if storage:
         storage.open(engine.wake.set)
         cache.measure_storage()
-    cache.doubt([page for node in cache.tree.nodes() if node.places or node.stored for page in node.pages])
+    cache.doubt([page for one in cache.tree.nodes() if one.host_blocks or one.stored for page in one.pages])
     cache.count_lost(writing)
 
 

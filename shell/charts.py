@@ -14,7 +14,7 @@ def lanes(timeline: Timeline) -> dict[str, list[Span]]:
     return {lane: list(spans) for lane, spans in groupby(ordered, key=lambda span: span.lane)}
 
 
-def end(timeline: Timeline) -> float:
+def duration(timeline: Timeline) -> float:
     """-> seconds from its beginning to the end of the last span."""
     return max((span.end for span in timeline.spans), default=0.0)
 
@@ -25,12 +25,12 @@ def bubble(timeline: Timeline, lane: str) -> float:
     for span in lanes(timeline)[lane]:
         busy += max(0.0, span.end - max(span.start, reached))               # spans may overlap
         reached = max(reached, span.end)
-    return 1 - busy / end(timeline) if end(timeline) else 0.0
+    return 1 - busy / duration(timeline) if duration(timeline) else 0.0
 
 
 def chart(timeline: Timeline, width: int = 64) -> str:
     """Draw the lanes as lines of text: first letters of labels, last digits of layers and chunks."""
-    lines, scale = [], width / max(end(timeline), 1e-9)
+    lines, scale = [], width / max(duration(timeline), 1e-9)
     for lane, spans in lanes(timeline).items():
         row = "." * width
         for span in spans:
@@ -39,7 +39,7 @@ def chart(timeline: Timeline, width: int = 64) -> str:
             letter = span.label[-1 if span.label.startswith(("layer ", "chunk ")) else 0]
             row = row[:first] + letter * (last - first) + row[last:]
         lines.append(f"{lane:>8} |{row}| idle {bubble(timeline, lane):.0%}")
-    lines.append(f"{'':>8} 0{f'{end(timeline) * 1e3:.0f} ms':>{width + 1}}")
+    lines.append(f"{'':>8} 0{f'{duration(timeline) * 1e3:.0f} ms':>{width + 1}}")
     return "\n".join(lines)
 
 

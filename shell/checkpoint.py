@@ -50,13 +50,13 @@ def keep_freed_memory():
         mallopt(-3, 32 << 20)        # M_MMAP_THRESHOLD: the largest that glibc takes
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = False, division=None):
+def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = False, sharding=None):
     """-> (Llama, tokenizer, end tokens: the ids after which an answer is over). Raises ModelError.
 
     `dtype` is auto or a key of DTYPES; `device` auto, cpu or cuda. `on_host`: keep the weights in
-    host memory, on any device (08). `division`: take only a rank's part (09)."""
+    host memory, on any device (08). `sharding`: take only a rank's part (09)."""
     try:
-        return read_model(name, dtype, device, on_host, division)
+        return read_model(name, dtype, device, on_host, sharding)
     except ModelError:
         raise
     except Exception as error:              # the libraries raise whatever their parsers raise
@@ -65,7 +65,7 @@ def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = F
         raise ModelError(f"{name} cannot be loaded ({words}); {hint} {OFFLINE}") from error
 
 
-def read_model(name: str, dtype: str, device: str, on_host: bool, division):
+def read_model(name: str, dtype: str, device: str, on_host: bool, sharding):
     device = pick_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)     # cuDNN plans attention anew for each length, 20 to 40 ms
     keep_freed_memory()
@@ -82,21 +82,21 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, division):
         config, tokenizer = read_config(configs[0]), read_tokenizer(folder)
         digest = hashlib.sha256(repr(config).encode())
     dtype, place = pick_dtype(dtype, device, configs[0]), "cpu" if on_host else device
-    model = allocate(config, dtype, place, name, division)
+    model = allocate(config, dtype, place, name, sharding)
     places = weights(model)
     whole = weights(Llama(replace(config, tie_word_embeddings=False), dtype, "meta"))
     if name.startswith("random:"):
         tensors = random_models.random_tensors(whole, device)
     else:
         tensors = read_tensors(places, whole, find_tensors(name, folder, whole), config, digest)
-    fill = division.fill if division else lambda place, key, tensor: place.copy_(tensor)
+    fill = sharding.fill if sharding else lambda place, key, tensor: place.copy_(tensor)
     for key, tensor in tqdm(tensors, "loading", len(places), delay=1, disable=None):
         fill(places[key], key, tensor)
     model.digest = digest.digest()
     model.eval().requires_grad_(False)
     if device == "cpu":
         speed_up(model, copies=not on_host and 2 * weight_bytes(model) < limits.free_host_memory())
-    elif not on_host and not division:  # a graph has no sums over ranks in it
+    elif not on_host and not sharding:  # a graph has no sums over ranks in it
         model.pieces = Pieces(model)
     named = [tokenizer.eos_token_id, *(config.get("eos_token_id") for config in configs)]
     ends = sum((ids if isinstance(ids, list) else [ids] for ids in named), [])
@@ -167,17 +167,17 @@ def read_tokenizer(folder: Path):
     return tokenizer
 
 
-def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, division=None) -> Llama:
+def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, sharding=None) -> Llama:
     """Room for the weights, after a look at whether there is any."""
-    config = division.config(config) if division else config
+    config = sharding.config(config) if sharding else config
     size = weight_bytes(Llama(config, dtype, "meta"))
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else limits.free_host_memory()
     if size > free:
         raise ModelError(f"{name} takes {size / 1e9:.1f} GB in {str(dtype)[6:]} and {free / 1e9:.1f} GB are "
                          "free; choose a smaller model or a 16-bit --dtype.")
     model = Llama(config, dtype, device)
-    if division:
-        division.divide(model)
+    if sharding:
+        sharding.divide(model)
     return model
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from common.requests import Request, RequestError, Result
-from shell import charts, check_signals, checkpoint, end, heed, lesson, limits, to_json
+from shell import charts, check_signals, checkpoint, exit_process, handle_signals, lesson, limits, to_json
 from shell.frontend import Frontend, check_messages
 
 
@@ -58,17 +58,17 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
     add_arguments(parser)
     arguments = parser.parse_args()
 
-    heed(signal.SIGTERM, signal.SIGHUP)             # what is told to end leaves nothing behind
+    handle_signals(signal.SIGTERM, signal.SIGHUP)   # what is told to end leaves nothing behind
     limits.limit_threads()
     for name in "stdout", "stderr":                 # None where the shell has closed it
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="replace")        # a terminal without UTF-8 shows ?, and the answer goes on
     try:
         run(doc, chapter, arguments, make_engine, demo, load)
-    except BrokenPipeError:         # which `shell.tell` knows
+    except BrokenPipeError:         # which `shell.print_exception` knows
         raise
     except KeyboardInterrupt as error:
-        end(128 + (error.args or (signal.SIGINT,))[0])
+        exit_process(128 + (error.args or (signal.SIGINT,))[0])
     except Exception as error:
         words = limits.shortage(error, vars(arguments))
         if not words and not isinstance(error, (checkpoint.ModelError, RequestError, OSError)):

@@ -46,18 +46,18 @@ def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
     return text
 
 
-def document_for(engine, frontend: Frontend, rng, tokens: int, said: list[str], new: int) -> str:
+def document_for(engine, frontend: Frontend, rng, tokens: int, turns: list[str], new: int) -> str:
     """A document of `tokens` that tells said[0], or a shorter one: with the turns said[1:], and answers of
     `new` tokens, it fits in every pool of `engine`. Raises BadRequest."""
-    messages = [[dict(role="user", content=text), dict(role="assistant", content="")] for text in said]
-    rest = len(frontend.encode(None, sum(messages, [])[:-1])) + len(said) * new + LONGEST_FACT
+    messages = [[dict(role="user", content=text), dict(role="assistant", content="")] for text in turns]
+    rest = len(frontend.encode(None, sum(messages, [])[:-1])) + len(turns) * new + LONGEST_FACT
     size = engine.pool.block_size
     rooms = {name: pool.size * pool.block_size // size for name, pool in engine.pools.items()}
     check_room(rooms, -(-rest // size), size)
-    return document(frontend, rng, min(tokens, size * min(rooms.values()) - rest), said[0])
+    return document(frontend, rng, min(tokens, size * min(rooms.values()) - rest), turns[0])
 
 
-def described(link) -> dict:
+def describe_link(link) -> dict:
     """Print the line about a link -> the same for the report of a demo."""
     print(f"{link}\n")
     return dict(modelled=link.modelled, gbps=link.speed() / 1e9)
@@ -106,7 +106,7 @@ def equal(pairs: list[tuple[list[int], list[int]]], dtype, whose: str) -> bool:
     return same == total
 
 
-def settle(engine, evict: str = ""):
+def wait_until_idle(engine, evict: str = ""):
     """Step until nothing is under way any more, for a minute at most; then evict pool `evict`."""
     until = time.perf_counter() + 60
     while engine.busy and time.perf_counter() < until:
@@ -117,24 +117,24 @@ def settle(engine, evict: str = ""):
 
 def ask(engine, tokens: list[int], max_tokens: int = 1, evict: str = "", **options) -> Request:
     """Answer one prompt alone, when nothing is under way, after evicting pool `evict`."""
-    settle(engine, evict)
+    wait_until_idle(engine, evict)
     return engine.generate([Request(list(tokens), max_tokens, options=options)])[0]
 
 
 def say(engine, frontend: Frontend, messages: list[dict], text: str, max_tokens: int, evict="") -> Request:
     """Say `text` as the user of a conversation, when nothing is under way, and append it and the answer."""
-    settle(engine, evict)
+    wait_until_idle(engine, evict)
     messages.append(dict(role="user", content=text))
     (request,) = engine.generate([frontend.request(messages=messages, max_tokens=max_tokens)])
     messages.append(dict(role="assistant", content=request.outcome.text))
     return request
 
 
-def converse(engine, frontend: Frontend, tokens: int, said: list[str], new: int) -> list[Request]:
+def converse(engine, frontend: Frontend, tokens: int, turns: list[str], new: int) -> list[Request]:
     """Tell a document of so many tokens that holds said[0], then say said[1:], turn by turn, for answers of
     `new` tokens; the device loses everything before each -> the requests."""
-    text, talk = document_for(engine, frontend, random.Random(0), tokens, said, new), []
-    return [say(engine, frontend, talk, words, new, "device") for words in (text, *said[1:])]
+    text, talk = document_for(engine, frontend, random.Random(0), tokens, turns, new), []
+    return [say(engine, frontend, talk, words, new, "device") for words in (text, *turns[1:])]
 
 
 def in_turn(ways: dict, rounds: int = 0, warm_up: int = 1) -> dict[str, list]:

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from common.link import Transfer, Worker, as_lists, move, shown
+from common.link import Transfer, Worker, as_lists, move, written_part
 from common.machine import machine_of
 from shell import cli
 
@@ -32,13 +32,13 @@ class ModelledLink(Worker):
         self.clock = clock
         self.bandwidth = Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
 
-    def copy(self, dst, src, label: str, places=None) -> Transfer:
+    def copy(self, dst, src, label: str, pairs=None) -> Transfer:
         dst, src = as_lists(dst, src)
-        sides, runs = zip(written := shown(dst, places), src), len(places.runs) if places else 1
+        sides, runs = zip(written := written_part(dst, pairs), src), len(pairs.runs) if pairs else 1
         pieces = sum(count_pieces(to.shape, to.stride(), at.stride(), runs) for to, at in sides)
         size = sum(to.nbytes for to in written)
         model = partial(self.bandwidth.arrival, size=size, pieces=pieces)
-        return self.submit(label, size, move, dst, src, places, model=model)
+        return self.submit(label, size, move, dst, src, pairs, model=model)
 
     def landing(self, shape, dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -26,8 +26,8 @@ class ModelledStorage(Storage):
                 self.index.move_to_end(key)
 
     def read(self, keys, into):
-        for key, place in zip(keys, into, strict=True):
-            numpy.copyto(place, self.index[key])
+        for key, array in zip(keys, into, strict=True):
+            numpy.copyto(array, self.index[key])
         self.look_up(keys)
 
     def write(self, keys, values):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from common import requests
 from common.requests import Request
-from shell import end
+from shell import exit_process
 from shell.checkpoint import ModelError
 from shell.frontend import Writer
 
@@ -44,57 +44,57 @@ class Ranks:
                 why = str(error).splitlines()[0]
                 raise ModelError(f"The ranks have not met ({why}); start all of them, by one torchrun.")
 
-    def least(self, numbers: list[int]) -> list[int]:
+    def all_min(self, numbers: list[int]) -> list[int]:
         """Agree on the minimum over ranks of each number."""
         self.agreements += 1
         tensor = torch.tensor(numbers)              # on the host: nobody waits for a GPU
-        self.together(dist.all_reduce, tensor, dist.ReduceOp.MIN)
+        self.call_collective(dist.all_reduce, tensor, dist.ReduceOp.MIN)
         return tensor.tolist()
 
-    def all(self, true: bool) -> bool:
+    def all_true(self, true: bool) -> bool:
         """Agree whether it is true on all ranks."""
-        return bool(self.least([int(true)])[0])
+        return bool(self.all_min([int(true)])[0])
 
-    def meet(self):
+    def barrier(self):
         """Wait for all."""
-        self.least([0])
+        self.all_min([0])
 
-    def tell(self, message: bytes, size: int) -> bytes:
+    def broadcast(self, message: bytes, size: int) -> bytes:
         """Return rank 0's message of `size` bytes."""
         data = torch.frombuffer(bytearray(message or bytes(size)), dtype=torch.uint8)
-        self.together(dist.broadcast, data, 0)
+        self.call_collective(dist.broadcast, data, 0)
         return bytes(data.tolist())
 
-    def total(self, partial: torch.Tensor) -> torch.Tensor:
+    def all_sum(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place: the same bits on each."""
-        self.together(dist.all_reduce, partial)
+        self.call_collective(dist.all_reduce, partial)
         return partial
 
-    def gather(self, columns: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, columns: torch.Tensor) -> torch.Tensor:
         """[T, D / n], the columns of this rank -> [T, D], in the order of ranks."""
         if self.count == 1:
             return columns
         gathered = columns.new_empty(self.count, *columns.shape)
-        self.together(dist.all_gather, list(gathered), columns.contiguous())
+        self.call_collective(dist.all_gather, list(gathered), columns.contiguous())
         return gathered.transpose(0, 1).flatten(1)                                  # [n, T, D/n] -> [T, D]
 
-    def together(self, collective, *arguments):
+    def call_collective(self, collective, *arguments):
         """Call a collective. It fails when another rank has ended, or hangs; then end too."""
         if self.count > 1:
             try:
                 collective(*arguments)
             except RuntimeError:
                 time.sleep(10 * AFTER * (self.rank == 0))       # `run` may say why
-                end(int(self.rank == 0), "A rank does not answer; all ranks have ended.")
+                exit_process(int(self.rank == 0), "A rank does not answer; all ranks have ended.")
 
 
 # 2. What rank 0 is asked ------------------------------------------------------------------------------------
 
-class Everywhere:
+class BroadcastEngine:
     """The engine of a rank, as a server sees it: what rank 0 is asked all do, at the same point."""
 
     def __init__(self, engine, tokenizer=None):
-        self.engine, self.cache, self.tokenizer = engine, engine.behind.cache, tokenizer
+        self.engine, self.cache, self.tokenizer = engine, engine.lower_tier.cache, tokenizer
         self.ranks, self.closed, self.stepping = self.cache.ranks, False, False
         self.known = WeakValueDictionary()          # id() on rank 0 -> Request
 
@@ -108,23 +108,23 @@ class Everywhere:
         fields |= dict(seed=request.generator.initial_seed(), end_tokens=list(request.end_tokens))
         written = request.writer and (request.writer.stop, request.writer.before)
         self.known[id(request)] = request
-        self.tell("submit", request, fields, written)
+        self.send_command("submit", request, fields, written)
 
     def cancel(self, request: Request, error: requests.RequestError):
-        self.tell("cancel", request, type(error).__name__, str(error))
+        self.send_command("cancel", request, type(error).__name__, str(error))
 
     def evict(self, name: str = "device") -> int:
         before = self.engine.pools[name].evictions
-        self.tell("evict", name)
+        self.send_command("evict", name)
         self.step()
         return self.engine.pools[name].evictions - before
 
     def close(self):
         if not self.stepping:       # else Ctrl-C has left a step that others are still in: end at once
-            self.tell("close")
+            self.send_command("close")
             self.follow()
 
-    def tell(self, *words):
+    def send_command(self, *words):
         self.cache.commands.append(words)
         self.engine.wake.set()
 
@@ -153,8 +153,8 @@ class Everywhere:
                 self.engine.wake.wait(BEAT)
             self.engine.wake.clear()
             self.cache.poll()
-        while self.cache.heard:
-            self.do(*self.cache.heard.popleft())
+        while self.cache.received:
+            self.do(*self.cache.received.popleft())
         self.stepping = False
 
     def follow(self):
@@ -162,7 +162,7 @@ class Everywhere:
         while not self.closed:
             self.step()
         self.engine.close()
-        self.ranks.meet()
+        self.ranks.barrier()
 
 
 # 3. Beginning -----------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def join(asked: int | None) -> Ranks:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     ranks = Ranks(rank, count)
     if rank:        # an exception ends it without waiting for PyTorch's threads, which may abort
-        sys.excepthook = lambda *error: end(1, "".join(traceback.format_exception(*error)).rstrip())
+        sys.excepthook = lambda *error: exit_process(1, "".join(traceback.format_exception(*error)).rstrip())
         signal.signal(signal.SIGINT, signal.SIG_IGN)    # Ctrl-C is rank 0's, which tells the others
     return ranks
 
@@ -219,4 +219,4 @@ def run(rank: int, environment: dict):
         time.sleep(AFTER)           # rank 0 may have the same to say
         last = done.stderr.strip().rpartition("\n")[2]
         how = f"was killed by signal {-code}" if code < 0 else f"has ended ({last})"
-        end(1, f"Rank {rank} {how}; so have all.")
+        exit_process(1, f"Rank {rank} {how}; so have all.")

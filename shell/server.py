@@ -27,20 +27,20 @@ from flask import Flask, Response, abort, request, send_file
 from werkzeug.exceptions import HTTPException
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
-from common.requests import BadRequest, HungUp, Request, RequestError, Result, Unavailable
-from shell import check_signals, end, lesson, openai, to_json
+from common.requests import BadRequest, ClientDisconnected, Request, RequestError, Result, Unavailable
+from shell import check_signals, exit_process, lesson, openai, to_json
 from shell.frontend import PROMPT, SAMPLING, check_fields
 
 MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
-KNOWN = 26                         # conversations whose blocks the page tells apart: a letter each
-MOST = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)     # requests at a time; files need some
-SILENCE = 0.5                      # seconds between two looks of a waiting thread: closing? hung up?
+MAX_CONVERSATIONS = 26             # conversations whose blocks the page tells apart: a letter each
+MAX_REQUESTS = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)  # at a time; files need some
+POLL_SECONDS = 0.5                 # seconds between two looks of a waiting thread: closing? hung up?
 EXAMPLE = 1500                     # tokens of the page's example document
 TREE_ROWS = 60                     # nodes of chapter 07's tree that the page shows
-ENDINGS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-ENDING = 5.0                       # seconds from closing, after which the process ends
-SHUTTING = "The server is shutting down; ask again when it is back."
-NOT_YET = dict.fromkeys(                        # counters that an engine adds when it counts
+EXIT_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+EXIT_SECONDS = 5.0                 # seconds from closing, after which the process ends
+SHUTTING_DOWN = "The server is shutting down; ask again when it is back."
+ZERO_COUNTS = dict.fromkeys(                    # counters that an engine adds when it counts
     "steps preemptions gpu_hits cpu_hits disk_hits storage_hits misses gpu_hit_tokens cpu_hit_tokens "
     "disk_hit_tokens storage_hit_tokens restored_tokens declined failed_restorations bytes_in bytes_out "
     "swap_ins swap_outs drops blocks_lost pages_lost storage_pages_read storage_pages_written storage_errors "
@@ -55,7 +55,7 @@ class Server:
 
     info: chapter, model, device and dtype. most: requests at a time, beyond which others are refused."""
 
-    def __init__(self, engine, frontend, info: dict, most: int = MOST):
+    def __init__(self, engine, frontend, info: dict, most: int = MAX_REQUESTS):
         self.engine, self.frontend, self.info, self.most = engine, frontend, info, most
         self.cache = getattr(getattr(engine, "behind", None), "cache", None)    # behind the device, if any
         self.lock = threading.Lock()            # for one prompt at a time: a tokenizer may take much memory
@@ -95,13 +95,13 @@ class Server:
         `gone()`: the client has hung up."""
         while not gone():
             with suppress(queue.Empty):
-                answer = answers.get(timeout=SILENCE)
+                answer = answers.get(timeout=POLL_SECONDS)
                 if isinstance(answer, Exception):
                     raise answer
                 return answer
             if self.closing:        # a step may last longer than the server
-                raise Unavailable(SHUTTING)
-        raise HungUp("The client hung up.")
+                raise Unavailable(SHUTTING_DOWN)
+        raise ClientDisconnected("The client hung up.")
 
     def stream(self, gone=lambda: False, **fields):
         """Submit the request that `fields` make (arguments of Frontend.request), and yield None; then its
@@ -110,7 +110,7 @@ class Server:
         received = time.perf_counter()
         with self.lock:
             if self.closing:
-                raise Unavailable(SHUTTING)
+                raise Unavailable(SHUTTING_DOWN)
             if len(self.open) == self.most:
                 raise BadRequest(f"{self.most} requests wait or run already; try again later.", 429)
             asked, room = self.frontend.request(received=received, **fields), self.engine.capacity
@@ -127,14 +127,14 @@ class Server:
         finally:
             self.open.remove(asked)
             if asked.outcome is None:
-                self.engine.cancel(asked, HungUp("The client hung up."))
+                self.engine.cancel(asked, ClientDisconnected("The client hung up."))
 
     def close(self, reason: BaseException | None = None):
         """Stop accepting; cancel the requests that are not answered. `reason`: an error to raise then."""
         self.closing, self.reason = self.closing or time.monotonic(), self.reason or reason
         with self.lock:             # from now on no request is added
             for asked in list(self.open):
-                self.engine.cancel(asked, Unavailable(SHUTTING))
+                self.engine.cancel(asked, Unavailable(SHUTTING_DOWN))
         self.engine.wake.set()
 
 
@@ -222,7 +222,7 @@ def add_answers(app: Flask, server: Server):
     def answer(fields: dict):
         connection = request.environ["werkzeug.socket"]
         connection.until = 0.0                  # from now on it is not dropped
-        pieces = server.stream(connection.hung_up, **fields)
+        pieces = server.stream(connection.is_disconnected, **fields)
         next(pieces)                            # what is wrong is told before a stream begins
         return pieces
 
@@ -254,9 +254,9 @@ def add_answers(app: Flask, server: Server):
 
 def look(server: Server, numbers: WeakKeyDictionary, last: dict) -> dict:
     """Describe requests, memories, counters and the last answers, for GET /state. The rest: see `owners`."""
-    engine, over, running = server.engine, list(server.engine.over), list(server.engine.running)
+    engine, completed, running = server.engine, list(server.engine.completed), list(server.engine.running)
     waiting = [asked for asked in list(server.open) if asked.outcome is None and asked not in running]
-    owner = owners(over + running + waiting, numbers, last)
+    owner = owners(completed + running + waiting, numbers, last)
     requests, tables = [], [(list(asked.table), asked.computed) for asked in running]
     for asked in running + waiting:
         state = "waiting" if asked in waiting else "decode" if asked.new else "prefill"
@@ -270,7 +270,7 @@ def look(server: Server, numbers: WeakKeyDictionary, last: dict) -> dict:
              for name, pool in engine.pools.items()}
     shown = "id", "source", "found", "decisions", "usage", "ttft_ms", "tbt_ms"
     finished = [dict({name: getattr(asked.outcome, name) for name in shown}, conversation=numbers[asked],
-                     version=len(asked.timeline.spans)) for asked in over]
+                     version=len(asked.timeline.spans)) for asked in completed]
     info, cache = dict(server.info, context=server.frontend.context), server.cache
     storage = None
     if hasattr(cache, "tree"):                  # chapter 07, with or without a storage
@@ -278,7 +278,7 @@ def look(server: Server, numbers: WeakKeyDictionary, last: dict) -> dict:
         storage = dict(name=kept and str(kept), silent=bool(kept and kept.silent), pages=len(pages),
                        tree=list(islice(tree_rows(cache.tree.root, owner), TREE_ROWS)),
                        owners={at: owner[key] for at, key in enumerate(pages) if key in owner},
-                       reading=len(cache.coming), writing=len(cache.writing))
+                       reading=len(cache.reading), writing=len(cache.writing))
     return dict(info=info, requests=requests, pools=pools, storage=storage, counters=engine.counters(),
                 finished=finished)
 
@@ -286,7 +286,7 @@ def look(server: Server, numbers: WeakKeyDictionary, last: dict) -> dict:
 def tree_rows(node, owner: dict, depth: int = 0):
     """Yield a row for each node below this one: a parent, then its children. `owner`: see `owners`."""
     for child in list(node.children.values()):
-        tiers = dict(device=child.device, host=child.places, storage=child.stored)
+        tiers = dict(device=child.device, host=child.host_blocks, storage=child.stored)
         yield dict(depth=depth, pages=len(child.pages), owner=owner.get(child.pages[-1], -1),
                    tiers=[name for name, present in tiers.items() if present])
         yield from tree_rows(child, owner, depth + 1)
@@ -301,10 +301,10 @@ def owners(requests: list[Request], numbers: WeakKeyDictionary, last: dict) -> d
                  if asked.tokens[:len(prompt)] == prompt}
         numbers[asked] = number = max(begun, key=begun.get, default=max(last, default=0) + 1)
         last[number] = asked.tokens[:asked.prompt_tokens], asked.chain
-        last.pop(number - KNOWN, None)
+        last.pop(number - MAX_CONVERSATIONS, None)
     owner = {}
     for number, (_, chain) in list(last.items()):
-        owner.update({prefix: 0 if prefix in owner else number for prefix in list(chain)})
+        owner.update({block_key: 0 if block_key in owner else number for block_key in list(chain)})
     return owner
 
 
@@ -312,8 +312,8 @@ def block_states(pool, tables: list[tuple[list[int], int]]) -> str:
     """A letter per block: . free, - cached (unreferenced, found by its prefix), r reserved (not written yet),
     u in use, s shared by several requests, f in flight (referenced, but by no table). `tables`: of running
     requests, each with its number of computed tokens."""
-    blocks = zip(pool.references, pool.prefix_of)
-    states = ["f" if held else "." if prefix is None else "-" for held, prefix in blocks]
+    blocks = zip(pool.references, pool.key_of)
+    states = ["f" if held else "." if block_key is None else "-" for held, block_key in blocks]
     for table, computed in tables:
         for index, block in enumerate(table):
             alone = "u" if index * pool.block_size < computed else "r"
@@ -345,11 +345,11 @@ def add_page(app: Flask, server: Server):
 
     @app.get("/health")
     def health():
-        return dict(status="ok", **server.info, counters=NOT_YET | engine.counters())
+        return dict(status="ok", **server.info, counters=ZERO_COUNTS | engine.counters())
 
     @app.get("/timelines/<int:number>")
     def timeline(number: int):
-        for asked in list(engine.over):
+        for asked in list(engine.completed):
             if asked.id == number:
                 return dict(spans=asked.timeline.as_json(), plan=asked.timeline.plan)
         raise BadRequest(f"The timeline of request {number} is not kept; GET /state names those kept.", 404)
@@ -370,8 +370,8 @@ def add_page(app: Flask, server: Server):
             server.between_steps(partial(cache.attach_storage, opened))
         kept = cache.storage
         rate = kept and server.between_steps(kept.speed)        # only the engine's thread settles a lane
-        said = dict(silent=kept.silent, behind=kept.behind, gbps=rate / 1e9) if kept else {}
-        return dict(storage=kept and str(kept), **said, counters=NOT_YET | engine.counters())
+        said = dict(silent=kept.silent, behind=kept.is_backlogged, gbps=rate / 1e9) if kept else {}
+        return dict(storage=kept and str(kept), **said, counters=ZERO_COUNTS | engine.counters())
 
 
 # 5. Connections ---------------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ class Connection(socket.socket):
             raise TimeoutError
         return super().recv_into(*buffer)
 
-    def hung_up(self) -> bool:
+    def is_disconnected(self) -> bool:
         """Whether the client has closed it, or its half of it; on Linux also behind bytes that wait here."""
         poll = select.poll()
         poll.register(self, select.POLLIN | getattr(select, "POLLRDHUP", 0))
@@ -413,7 +413,7 @@ class Listener(ThreadedWSGIServer):
         """Accept a connection. Of twice MOST, the oldest that asks for no answer yet gives way."""
         self.clients = [client for client in self.clients if client.fileno() >= 0]
         try:
-            if len(self.clients) >= 2 * MOST and (idle := [each for each in self.clients if each.until]):
+            if len(self.clients) >= 2 * MAX_REQUESTS and (idle := [one for one in self.clients if one.until]):
                 self.clients.remove(idle[0])
                 idle[0].shutdown(socket.SHUT_RDWR)
             accepted, address = super().get_request()
@@ -449,21 +449,22 @@ def accept(listener: Listener, server: Server, ended: threading.Event):
     except Exception as error:
         server.close(error)
     listener.server_close()                     # further connections are refused at once
-    if not ended.wait(ENDING):
-        end(128 + (server.reason.args[0] if isinstance(server.reason, KeyboardInterrupt) else signal.SIGTERM))
+    if not ended.wait(EXIT_SECONDS):
+        number = server.reason.args[0] if isinstance(server.reason, KeyboardInterrupt) else signal.SIGTERM
+        exit_process(128 + number)
 
 
 def serve(listener: Listener, server: Server):
     """Step on this thread, the main one, and answer on others, until a signal or error, which it raises.
     Ctrl-C, SIGTERM and SIGHUP interrupt no step; a second one ends the process."""
-    def heed(number: int, frame):               # it takes no lock: this thread may hold it
+    def on_signal(number: int, frame):          # it takes no lock: this thread may hold it
         if server.closing:
-            end(128 + number)
+            exit_process(128 + number)
         server.closing, server.reason = time.monotonic(), KeyboardInterrupt(number)
 
     listener.app = make_app(server)
     gc.freeze()     # else the collector goes through the model at times, and no token comes for 0.1 s
-    handlers = {number: signal.signal(number, heed) for number in ENDINGS
+    handlers = {number: signal.signal(number, on_signal) for number in EXIT_SIGNALS
                 if signal.getsignal(number) != signal.SIG_IGN}  # as a shell sets it in the background
     ended = threading.Event()
     threading.Thread(target=accept, args=(listener, server, ended), daemon=True).start()
@@ -479,7 +480,7 @@ def serve(listener: Listener, server: Server):
         server.close()                          # clients are told within SILENCE
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        answering, until = [each for each in listener.clients if each.asks], server.closing + ENDING
+        answering, until = [each for each in listener.clients if each.asks], server.closing + EXIT_SECONDS
         while any(each.fileno() >= 0 for each in answering) and time.monotonic() < until:
             time.sleep(0.05)
     if server.reason:

@@ -76,7 +76,7 @@ def soak(chapter: str, minutes: float, folder: str) -> Counter:
             list(map(step, clients))
         for _ in range(600):
             time.sleep(0.1 * engine.busy)
-        lists = engine.running, engine.waiting, engine.filling, *engine.behind.cache.under_way.values()
+        lists = engine.running, engine.waiting, engine.filling, *engine.lower_tier.cache.in_flight.values()
         seen["left"] = sum(map(len, lists)) + sum(sum(pool.references) for pool in engine.pools.values())
         serving.close()
 

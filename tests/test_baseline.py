@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import TINY, load, write_model
 
-from common.requests import HungUp, Request
+from common.requests import ClientDisconnected, Request
 from tests.support.engines import answer, baseline, submit, until_over
 
 PROMPT = torch.randint(5, TINY["vocab_size"], (150,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -73,8 +73,8 @@ def test_who_hangs_up_in_line_or_under_way_frees_the_line(model, steps):
     under_way, in_line, last = (Request(PROMPT[:30], 8) for _ in range(3))
     submit(engine, under_way, in_line, last, steps=steps)
     for request in (under_way, in_line):
-        engine.cancel(request, HungUp("gone"))
-        engine.cancel(request, HungUp("gone twice"))
+        engine.cancel(request, ClientDisconnected("gone"))
+        engine.cancel(request, ClientDisconnected("gone twice"))
     until_over(engine, last)
     assert str(under_way.outcome) == str(in_line.outcome) == "gone"
     assert (len(under_way.new), len(in_line.new)) == (steps, 0)

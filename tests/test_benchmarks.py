@@ -20,7 +20,17 @@ from shell import checkpoint
 from shell.modelled_link import Bandwidth
 from shell.ranks import Ranks
 from tests.support import engines, forked, streams
-from tests.support.engines import BANDWIDTH, ORACLE, ask, check_pools, draw, evict, make, settle, tiny_model
+from tests.support.engines import (
+    BANDWIDTH,
+    ORACLE,
+    ask,
+    check_pools,
+    draw,
+    evict,
+    make,
+    tiny_model,
+    wait_until_idle,
+)
 from tools import gpu_report
 
 # 1. Variants -----------------------------------------------------------------------------------
@@ -35,7 +45,7 @@ def goes_on(cache, pools=("device",)):
     first, rng = ask(engine, PROMPT), random.Random(4)
     assert ORACLE.judge(first) == "equal"
     for _ in range(2):
-        settle(engine)
+        wait_until_idle(engine)
         for pool in pools:
             engine.evict(pool)
         last = ask(engine, PROMPT[:HISTORY] + draw(rng, 20))
@@ -56,7 +66,7 @@ def test_what_is_saved_in_another_way_comes_back(kind):
 def test_direct_saving_copies_each_run_and_layer_and_writes_it_where_the_block_is():
     engine = make(cache := variants.Direct(32, BANDWIDTH), 64)
     ask(engine, PROMPT[:14], 3)  # and 2 tokens that are decoded, each in a step of its own
-    settle(engine)
+    wait_until_idle(engine)
     assert cache.counts["copies_out"] == 3 * len(cache.store.parts)
     (full,) = cache.store.pool.block_of.values()
     assert all(kept[full].any() for kept in cache.store.arrays)
@@ -88,8 +98,8 @@ def test_the_naive_plan_is_the_best_without_hidden_states():
 
 
 def test_of_histories_that_come_back_at_once_each_chapter_brings_all(wider, monkeypatch):
-    monkeypatch.setattr(variants.behind, "LENGTHS", [64, 128])
-    (row,) = variants.behind.at_once(wider, argparse.Namespace(rounds=2))
+    monkeypatch.setattr(variants.planned_bench, "LENGTHS", [64, 128])
+    (row,) = variants.planned_bench.at_once(wider, argparse.Namespace(rounds=2))
     kv = 192 * wider.config.kv_numbers_per_token * wider.dtype.itemsize
     assert row["bytes"]["03"] == kv >= row["bytes"]["05"] > 0
     rates = [each["samples"] for each in row["rounds_per_second"].values()]
@@ -117,7 +127,7 @@ def bench(monkeypatch):
     for name, value in SHORT.items():
         monkeypatch.setattr(outside, name, value)
     monkeypatch.setattr(outside, "draw", lambda rng, model, tokens: draw(rng, tokens))
-    monkeypatch.setattr(estimates, "WORTH", math.inf)
+    monkeypatch.setattr(estimates, "LOAD_THRESHOLD", math.inf)
     monkeypatch.setattr(restoring, "GRACE", 60.0)
     return outside.Bench(tiny_model(kv_heads=4))
 

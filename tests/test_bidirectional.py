@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from common.link import Transfer, TransferError
-from common.requests import HungUp, Request
+from common.requests import ClientDisconnected, Request
 from common.store import StoredChunks
 from shell.modelled_link import LATENCY, PIECE, Bandwidth
 from tests.support import engines
-from tests.support.engines import ORACLE, ask, both_ends, check_pools, draw, evict, make, settle
+from tests.support.engines import ORACLE, ask, both_ends, check_pools, draw, evict, make, wait_until_idle
 
 CHUNK = both_ends.CHUNK
 PROMPT = draw(random.Random(0), 400)  # 6 chunks, 384 tokens, and 16 more
@@ -146,7 +146,7 @@ def test_storage_that_hangs_holds_up_nobody_and_its_memory_is_held():
     engines.until_over(engine, request := submit(engine))
     assert ORACLE.judge(request) == "equal" and not request.found
     engine.step()
-    assert engine.busy and sum(cache.places.references) == 6
+    assert engine.busy and sum(cache.staging.references) == 6
     finish(engine, storage, request)
 
 
@@ -167,7 +167,7 @@ def test_what_a_late_read_writes_is_read_by_nobody():
     engine, cache, _ = engine_for(storage, memory=2 * BYTES)
     gone = submit(engine, steps=1)
     late, storage.reads = storage.reads, []
-    engine.cancel(gone, HungUp("gone"))
+    engine.cancel(gone, ClientDisconnected("gone"))
     engine.step()
     assert late and all(transfer.cancelled for transfer, *_ in late)
     request = submit(engine, steps=1)
@@ -182,9 +182,9 @@ def test_what_a_late_read_writes_is_read_by_nobody():
 
 def slow_prefill(engine, storage, ratio: float):
     """Loading a history takes `ratio` times as long as computing it is estimated to."""
-    engine.behind.estimates.computing.forget()
-    engine.behind.estimates.computing.note(1.0, 1.0)
-    storage.bandwidth = Bandwidth(6 * BYTES / engine.behind.estimates.seconds_to_compute(0, 384) / ratio)
+    engine.lower_tier.estimates.computing.forget()
+    engine.lower_tier.estimates.computing.record(1.0, 1.0)
+    storage.bandwidth = Bandwidth(6 * BYTES / engine.lower_tier.estimates.seconds_to_compute(0, 384) / ratio)
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.5, 1.0, 3.0, 100.0])
@@ -199,7 +199,7 @@ def test_a_step_takes_what_prefill_will_get_if_both_go_on(ratio):
 
 def keys_of(cache) -> list[bytes]:
     """The keys of PROMPT's chunks, in their order."""
-    return [cache.storage.keys(prefix.key, 1)[0] for prefix in cache.prefixes.extend([], PROMPT)]
+    return [cache.storage.keys(block_key.digest, 1)[0] for block_key in cache.block_keys.extend([], PROMPT)]
 
 
 def test_an_estimate_is_that_of_both_ends_and_no_longer_than_computing():
@@ -207,24 +207,24 @@ def test_an_estimate_is_that_of_both_ends_and_no_longer_than_computing():
     alone = None
     for ratio in (0.1, 1.0, 10.0, 1e9):
         slow_prefill(engine, storage, ratio)
-        match, alone = cache.match(Request(PROMPT + [7], 1)), engine.behind.estimates.seconds_to_compute(0, 384)
+        match, alone = cache.match(Request(PROMPT + [7], 1)), engine.lower_tier.estimates.seconds_to_compute(0, 384)
         assert match.tokens == 384
         assert match.seconds == pytest.approx(alone * ratio / (1 + ratio)) and match.seconds <= alone
     del storage.index[keys_of(cache)[0]]  # the first chunk has to be computed, whatever storage does
     slow_prefill(engine, storage, 1e-9)
     match = cache.match(Request(PROMPT + [7], 1))
-    assert match.tokens == 384 and match.seconds == engine.behind.estimates.seconds_to_compute(0, 64)
+    assert match.tokens == 384 and match.seconds == engine.lower_tier.estimates.seconds_to_compute(0, 64)
 
 
 def test_what_is_computed_with_a_share_of_each_step_is_priced_at_that_share():
     engine, cache, storage = engine_for(share=0.1)
     slow_prefill(engine, storage, 8.0)  # loading takes eight times as long as computing
-    engine.behind.estimates.always = False
+    engine.lower_tier.estimates.always = False
     request = Request(PROMPT + [7], 1)
-    assert not engine.behind.decide(request, cache.match(request)), "alone it takes all of each step"
+    assert not engine.lower_tier.decide(request, cache.match(request)), "alone it takes all of each step"
     engine.running.append(Request([0], 1))
-    match, alone = cache.match(request), engine.behind.estimates.seconds_to_compute(0, 384)
-    assert match.seconds == pytest.approx(alone * 8 * 10 / (8 + 10)) and engine.behind.decide(request, match)
+    match, alone = cache.match(request), engine.lower_tier.estimates.seconds_to_compute(0, 384)
+    assert match.seconds == pytest.approx(alone * 8 * 10 / (8 + 10)) and engine.lower_tier.decide(request, match)
     cache.share = 0.0  # it only loads
     assert cache.match(request).seconds == pytest.approx(8 * alone)
     cache.share, cache.leftover = 0.1, True
@@ -283,8 +283,8 @@ def test_a_share_of_nothing_only_loads_unless_storage_is_late():
 
 def found(engine, tokens, wait=True, **options) -> int:
     if wait:
-        settle(engine)
-    match = engine.behind.cache.match(Request(list(tokens), 1, options=options))
+        wait_until_idle(engine)
+    match = engine.lower_tier.cache.match(Request(list(tokens), 1, options=options))
     return match.tokens if match else 0
 
 
@@ -318,15 +318,15 @@ def test_what_storage_lacks_in_front_is_computed_and_the_longest_run_is_loaded()
 
 def test_without_a_place_saving_waits_for_the_next_step_and_chunks_that_never_find_one_are_counted():
     engine, cache, storage = engine_for()
-    places, other = cache.places.allocate(cache.places.available), draw(random.Random(5), 150)
+    places, other = cache.staging.allocate(cache.staging.available), draw(random.Random(5), 150)
     request, before = submit(engine, other, 20), engine.counts["drops"]
     for _ in range(4):
         engine.step()
     assert found(engine, other, wait=False) == 0 and request.new
-    cache.places.release(places)
+    cache.staging.release(places)
     finish(engine, storage, request)
     assert found(engine, other) == 128
-    cache.places.allocate(cache.places.available)
+    cache.staging.allocate(cache.staging.available)
     ask(engine, draw(random.Random(6), 150), 1)
     assert engine.counts["drops"] - before == 2
     del storage.index[next(iter(storage.index))]
@@ -342,7 +342,7 @@ def test_a_chunk_on_its_way_to_storage_is_not_sent_again():
         ask(engine, draw(random.Random(5), 150), 1)
     assert engine.counts["bytes_out"] - before == 2 * BYTES
     written.finish(0.0, 0.0)
-    settle(engine)
+    wait_until_idle(engine)
     assert not cache.saving
 
 
@@ -383,7 +383,7 @@ def test_8_bit_chunks_are_smaller_close_to_what_was_computed_and_not_found_by_th
     assert found(exact, request.tokens) == 0
     ask(exact, PROMPT, 1)
     assert found(exact, request.tokens) == 384 and found(engine, request.tokens) == 448
-    ours, theirs = (each.pool.memory[:, :, each.pool.find(each.prefixes.extend([], PROMPT))[:24]] for each in (engine, exact))
+    ours, theirs = (each.pool.memory[:, :, each.pool.find(each.block_keys.extend([], PROMPT))[:24]] for each in (engine, exact))
     largest = theirs.abs().amax(-1, keepdim=True)
     assert ((ours - theirs).abs() <= 0.01 * largest + 1e-6).all() and not torch.equal(ours, theirs)
 

@@ -13,9 +13,19 @@ from functools import partial
 import pytest
 import torch
 
-from common.requests import HungUp, Request
+from common.requests import ClientDisconnected, Request
 from tests.support import engines, traffic
-from tests.support.engines import CACHES, ORACLE, ask, ask_and_evict, check_pools, draw, evict, make, settle
+from tests.support.engines import (
+    CACHES,
+    ORACLE,
+    ask,
+    ask_and_evict,
+    check_pools,
+    draw,
+    evict,
+    make,
+    wait_until_idle,
+)
 from tests.support.faults import faulty
 
 # K and V are computed again, in a batch of another shape
@@ -57,7 +67,7 @@ def blocks_in(pool, pieces: list[torch.Tensor]) -> set[int]:
 
 def test_what_a_copy_uses_is_referenced_and_found_only_when_it_is_there(cache):
     engine, rng, looked_at = make(cache, 40), random.Random(13), 0
-    documents, memory, before_layer = [draw(rng, 100) for _ in range(2)], engine.pool.memory, engine.behind.before_layer
+    documents, memory, before_layer = [draw(rng, 100) for _ in range(2)], engine.pool.memory, engine.lower_tier.before_layer
 
     def watched(index, hidden, batch):
         before_layer(index, hidden, batch)
@@ -68,7 +78,7 @@ def test_what_a_copy_uses_is_referenced_and_found_only_when_it_is_there(cache):
             if tables & blocks_in(engine.pool, layer) and not transfer.ready:
                 early.append(transfer)  # the engine would take an exception for a step that failed
 
-    engine.behind.before_layer, early = watched, []
+    engine.lower_tier.before_layer, early = watched, []
     with faulty(rng, late=1.0, delay=0.1) as copies:
         for number in range(10):
             if number % 2:
@@ -81,7 +91,7 @@ def test_what_a_copy_uses_is_referenced_and_found_only_when_it_is_there(cache):
                     for pool in engine.pools.values():
                         written, read = blocks_in(pool, dst), blocks_in(pool, src)
                         idle = {block for block in written | read if not pool.references[block]}
-                        known = {block for block in written if pool.prefix_of[block] is not None}
+                        known = {block for block in written if pool.key_of[block] is not None}
                         if transfer.ready:
                             continue
                         looked_at += len(written | read)
@@ -152,14 +162,14 @@ def test_requests_that_are_cancelled_leave_nothing_and_others_need_them_not(cach
     engines.submit(engine, *asked)
     with faulty(rng, late=1.0, delay=0.05):
         for _ in range(steps):
-            if not engine.running or all(one.restoration is None or engine.behind.ready(one.restoration) for one in engine.running):
+            if not engine.running or all(one.restoration is None or engine.lower_tier.ready(one.restoration) for one in engine.running):
                 engine.step()
         for request in asked[:3]:
-            engine.cancel(request, HungUp("gone"))
+            engine.cancel(request, ClientDisconnected("gone"))
         engines.submit(engine, last := Request(prompt, 4))
         engines.until_over(engine, *asked[3:], last)
-    settle(engine)
-    assert all(isinstance(request.outcome, HungUp) for request in asked[:3]), "cancelled is over"
+    wait_until_idle(engine)
+    assert all(isinstance(request.outcome, ClientDisconnected) for request in asked[:3]), "cancelled is over"
     assert_equal(*asked[3:], last)
     check_pools(engine)
 
@@ -180,11 +190,11 @@ def test_what_was_used_last_is_evicted_last_whenever_copies_end(cache):
     first, second = Request(draw(rng, 160), 2), Request(draw(rng, 160), 2)
     again = Request(first.tokens, 2)
     engine.generate([first])
-    settle(engine)
+    wait_until_idle(engine)
     with faulty(rng, late=1.0, delay=0.3, lanes=["save"]):
         engine.generate([second])
         engine.generate([again])
-        settle(engine)
+        wait_until_idle(engine)
     pool = engine.pool
     pool.make_room(pool.free.count(1) + len(pool.find(second.chain)))
     assert not pool.find(second.chain) and len(pool.find(first.chain)) == 10, "eviction follows use"
@@ -202,7 +212,7 @@ def test_copies_that_fail_or_are_late_cost_time_only(cache, faults):
             engine.generate(asked)
             assert_equal(*asked, rule="a copy that fails or is late is computed, in other blocks")
             engine.evict("device")
-        settle(engine)
+        wait_until_idle(engine)
     if cache != "none":
         assert injected.failed or injected.delayed
     check_pools(engine)

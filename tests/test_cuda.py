@@ -12,15 +12,24 @@ import pytest
 import torch
 
 from common.cuda_link import Link
-from common.link import Places, TransferError
-from common.requests import HungUp, Interrupted, Request
+from common.link import BlockPairs, TransferError
+from common.requests import ClientDisconnected, Interrupted, Request
 from common.restoring import Restorer
 from common.timeline import Clock
 from shell import hardware
 from shell.pieces import Pieces
 from shell.ranks import Ranks
 from tests.support import engines, streams, traffic, unordered
-from tests.support.engines import ask, ask_and_evict, check_pools, draw, evict, settle, tiered, tiny_model
+from tests.support.engines import (
+    ask,
+    ask_and_evict,
+    check_pools,
+    draw,
+    evict,
+    tiered,
+    tiny_model,
+    wait_until_idle,
+)
 from tests.support.faults import faulty
 from tests.support.launches import a_layer
 
@@ -78,12 +87,12 @@ def make(cache: str, blocks: int = 40, size: int = 16, **options):
 
 def test_the_link_is_real_and_its_host_side_is_pinned(gpu):
     engine = make("host")
-    assert not engine.behind.cache.load_link.modelled and engine.behind.cache.host.memory.is_pinned()
+    assert not engine.lower_tier.cache.load_link.modelled and engine.lower_tier.cache.host.memory.is_pinned()
     assert hardware.bandwidth(engine.model) is None
     with pytest.raises(ValueError, match="leave it out"):
         hardware.bandwidth(engine.model, 1.0)
-    assert engine.behind.cache.load_link.measure() > 1e8
-    assert str(engine.behind.cache.load_link).startswith("link, ")
+    assert engine.lower_tier.cache.load_link.measure() > 1e8
+    assert str(engine.lower_tier.cache.load_link).startswith("link, ")
 
 
 def test_a_copy_begins_behind_what_is_queued_is_ordered_before_what_follows_and_has_its_error(gpu):
@@ -137,12 +146,12 @@ def test_requests_are_cancelled_and_preempted_under_way_and_copies_fail(gpu, ora
         with faulty(rng, failing=0.0 if cache == "hybrid" else 0.2):  # where a step fails with any of its copies
             for _ in range(1 + turn):
                 engine.step()
-            engine.cancel(asked[turn], HungUp("cancelled"))
+            engine.cancel(asked[turn], ClientDisconnected("cancelled"))
             engines.until_over(engine, *asked)
-        left = [request for request in asked if not isinstance(request.outcome, HungUp)]
+        left = [request for request in asked if not isinstance(request.outcome, ClientDisconnected)]
         assert all(oracle[cache].judge(request) != "wrong" for request in left)
         engine.evict("device")
-    settle(engine)
+    wait_until_idle(engine)
     assert engine.counts["preemptions"]
     check_pools(engine)
 
@@ -171,7 +180,7 @@ def test_an_engine_that_ends_with_copies_under_way_harms_no_other(gpu, oracle, c
 def test_pinned_memory_lives_until_kernels_have_read_it(gpu, what_dies):
     links, host = [Link("load", Clock("cuda"))], torch.ones(9, 512, pin_memory=True)
     device = torch.zeros(9, 512, device="cuda")
-    links[0].copy(device, host, "in", Places([4, 2, 7], [1, 3, 8]))  # queued, not done
+    links[0].copy(device, host, "in", BlockPairs([4, 2, 7], [1, 3, 8]))  # queued, not done
     del host
     if what_dies != "memory":
         links.clear()
@@ -211,7 +220,7 @@ def test_while_nothing_runs_the_smaller_graphs_are_captured_until_a_request_come
     pieces, seen = engine.runner.pieces, max(engine.runner.pieces.graphs)
     pieces.idle(lambda: len(pieces.graphs) >= 3)
     assert len(pieces.graphs) == 3
-    settle(engine)
+    wait_until_idle(engine)
     engine.wake.set()
     engine.step()
     assert sorted(pieces.graphs) == [size for size in pieces.sizes if size <= seen]
@@ -273,7 +282,7 @@ def test_what_left_comes_back_and_nothing_between_the_first_layer_and_the_logits
             seen.extend(gpu.waits[since.pop() :])
         return end(original, *args)
 
-    looped = (engine.runner.weights, "layer") if cache == "hybrid" else (engine.behind, "before_layer")
+    looped = (engine.runner.weights, "layer") if cache == "hybrid" else (engine.lower_tier, "before_layer")
     logits, forward = (engine.model, "logits"), (engine.runner, "forward")
     for (owner, name), function in (looped, first), (logits, note), (forward, end):
         original = getattr(owner, name)

@@ -101,7 +101,7 @@ def test_who_waits_for_its_cache_is_asked_again_while_it_is_patient_and_lets_oth
 # 2. A limit that moves -------------------------------------------------------------------------
 
 def test_who_may_not_compute_below_its_limit_waits_until_the_deadline_only():
-    restorer, match = make(RowCache()).behind, Match(2, 0.0, [])
+    restorer, match = make(RowCache()).lower_tier, Match(2, 0.0, [])
     restoration = Restoration(Request([5, 6, 7], 1), match, 0.0, awaited=Transfer("load", "a copy"), portion=1)
     restoration.limit = restoration.end
     assert not restorer.arrived(restoration, wait=False), "it computes, and nobody waits"

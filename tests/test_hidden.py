@@ -10,12 +10,21 @@ import numpy
 import pytest
 
 from common.link import Transfer
-from common.requests import HungUp, Request
+from common.requests import ClientDisconnected, Request
 from common.store import Storage, StoredChunks
 from shell import cli
 from shell.backends import in_directories
 from tests.support import engines
-from tests.support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, evict, hidden_states, settle
+from tests.support.engines import (
+    ORACLE,
+    ask,
+    ask_and_evict,
+    check_pools,
+    draw,
+    evict,
+    hidden_states,
+    wait_until_idle,
+)
 from tests.support.faults import faulty
 from tests.support.serving import eventually
 
@@ -29,8 +38,8 @@ def engine_for(host: int = 256, storage=None, bandwidth=2e9, **options):
 
 def found(engine, tokens) -> int:
     """How many of these tokens could come back."""
-    settle(engine)
-    match = engine.behind.cache.match(asked(engine, list(tokens) + [1]))
+    wait_until_idle(engine)
+    match = engine.lower_tier.cache.match(asked(engine, list(tokens) + [1]))
     return match.tokens if match else 0
 
 
@@ -60,10 +69,10 @@ def test_rows_behind_the_last_block_that_can_become_full_go_nowhere(first):
 def test_rows_that_are_computed_again_are_kept_once():
     engine, _ = engine_for(always_restore=False)
     ask_and_evict(engine, PROMPT, 1)
-    engine.behind.estimates.computing.note(1e18, 1.0)
+    engine.lower_tier.estimates.computing.record(1e18, 1.0)
     moved = engine.counts["bytes_out"]
     assert ask(engine, PROMPT + [3], 1).outcome.source == "miss"
-    settle(engine)
+    wait_until_idle(engine)
     assert engine.counts["bytes_out"] == moved > 0
     check_pools(engine)
 
@@ -73,7 +82,7 @@ def test_a_block_that_begins_as_a_copy_fails_is_not_found_when_the_rest_arrives(
     with faulty(random.Random(1), late=1.0, delay=0.1, lanes=("save",)) as faults:
         faults.broken["save"] = 1  # the first half of the first block
         ask(engine, PROMPT[:40], 1)
-        settle(engine)
+        wait_until_idle(engine)
     assert found(engine, PROMPT[:40]) == 0 and engine.counts["drops"] == 1
     assert not cache.store.pool.block_of, "nor is what is behind it"
     evict(engine)
@@ -156,13 +165,13 @@ def test_a_cancelled_restoration_calls_off_what_has_not_begun_and_holds_what_is_
     engines.submit(engine, other := Request(draw(random.Random(5), 20), 40), steps=1)
     with faulty(random.Random(1), late=1.0, delay=3600.0, lanes=("load",)) as copies:
         engines.submit(engine, back := Request(PROMPT + [3], 1), steps=1)
-        engine.cancel(back, HungUp("gone"))
+        engine.cancel(back, ClientDisconnected("gone"))
         engine.step()
         host, called_off = engine.pools["host"], [transfer.cancelled for transfer, *_ in copies.copies]
         references = [host.references[block] for block in host.find(chain)]
         copies.arrive()  # and only then a test may fail
         engines.until_over(engine, other)
-    assert isinstance(back.outcome, HungUp) and copies.delayed and all(called_off)
+    assert isinstance(back.outcome, ClientDisconnected) and copies.delayed and all(called_off)
     assert len(references) == 9 and all(references), "copies read these blocks"
     check_pools(engine)
 
@@ -170,16 +179,16 @@ def test_a_cancelled_restoration_calls_off_what_has_not_begun_and_holds_what_is_
 def test_estimates_are_the_slower_of_link_and_processor_and_are_learned():
     engine, cache = engine_for(bandwidth=1e8, always_restore=False)
     ask(engine, PROMPT, 1)
-    settle(engine)
+    wait_until_idle(engine)
     cache.projecting.forget()
-    cache.projecting.note(1e18, 1.0)  # rows a second
+    cache.projecting.record(1e18, 1.0)  # rows a second
     match = cache.match(asked(engine, PROMPT + [3]))
     assert match.seconds == pytest.approx(9 * cache.store.pool.block_bytes / 1e8, rel=0.1)
     cache.projecting.forget()
-    cache.projecting.note(1.0, 1.0)
+    cache.projecting.record(1.0, 1.0)
     assert cache.match(asked(engine, PROMPT + [3])).seconds >= 3 * 144
     cache.spans += [(Request(PROMPT, 1), rows, "layer 1", 1.0, 41.0) for rows in (200, 10)]
-    assert cache.seconds_to_project(10) == 2.0 and len(cache.projecting.passes) == 2, "the fastest, of many rows"
+    assert cache.seconds_to_project(10) == 2.0 and len(cache.projecting.samples) == 2, "the fastest, of many rows"
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -206,7 +215,7 @@ def saved(prompt=PROMPT, storage=None) -> StoredChunks:
     storage = storage or engines.chunk_files()
     engine, _ = engine_for(storage=storage)
     ask(engine, prompt, 1)
-    settle(engine)
+    wait_until_idle(engine)
     engine.close()
     return storage
 
@@ -222,22 +231,22 @@ def test_blocks_survive_the_process_and_what_was_read_is_in_host_memory_then():
 
 def test_a_block_is_held_while_it_is_written():
     engine, written = engine_for(storage=engines.chunk_files())[0], []
-    engine.behind.cache.storage.write = lambda *_: written.append(Transfer("save", "chunk", 1)) or written[-1]
+    engine.lower_tier.cache.storage.write = lambda *_: written.append(Transfer("save", "chunk", 1)) or written[-1]
     ask(engine, PROMPT, 1)
-    eventually(lambda: len(written) == 9 or engine.behind.cache.poll())
-    assert sum(engine.behind.cache.store.pool.references) >= 9
+    eventually(lambda: len(written) == 9 or engine.lower_tier.cache.poll())
+    assert sum(engine.lower_tier.cache.store.pool.references) >= 9
     for transfer in written:
         transfer.finish(0.0, 0.1)
     check_pools(engine)
-    engine.behind.cache.poll()
-    assert not engine.behind.cache.under_way, "lanes that are empty are forgotten"
+    engine.lower_tier.cache.poll()
+    assert not engine.lower_tier.cache.in_flight, "lanes that are empty are forgotten"
 
 
 @pytest.mark.parametrize("budget, computed", [(16, 16), (5, 5)])
 def test_a_block_that_was_begun_between_two_restorations_is_let_go(budget, computed):
     """As where only some of the blocks find room: part is computed, and then more comes back."""
     engine = restart(saved(PROMPT * 2), token_budget=budget)
-    match, offered = engine.behind.cache.match, []
+    match, offered = engine.lower_tier.cache.match, []
 
     def first_blocks_first(request):
         offered.append(match(request))
@@ -245,10 +254,10 @@ def test_a_block_that_was_begun_between_two_restorations_is_let_go(budget, compu
             offered[0] = replace(offered[0], tokens=64, blocks=offered[0].blocks[:4], found={"disk": 64})
         return offered[-1]
 
-    engine.behind.cache.match = first_blocks_first
+    engine.lower_tier.cache.match = first_blocks_first
     request = ask(engine, PROMPT * 2 + [3], 8)
     assert request.found == {"disk": 288 - computed} and ORACLE.judge(request) == "equal"
-    engine.behind.cache.match = match
+    engine.lower_tier.cache.match = match
     assert found(engine, request.tokens[:-1]) == 304
     check_pools(engine)
     evict(engine)
@@ -268,7 +277,7 @@ def test_nothing_is_written_behind_a_block_that_was_not(monkeypatch, tmp_path):
     monkeypatch.setattr(StoredChunks, "write", lambda *given: next(calls) != 3 and write(*given) or None)
     engine, cache = engine_for(storage=storage)
     ask(engine, PROMPT)
-    settle(engine)
+    wait_until_idle(engine)
     assert len(cache.store.pool.block_of) == 9 and len(list(tmp_path.iterdir())) == 3 * len(cache.store.parts)
     engine.evict("host")
     assert engine.counts["blocks_lost"] == 6
@@ -287,34 +296,34 @@ def test_blocks_go_round_the_directories_and_each_is_read_on_its_own(tmp_path, m
     assert [len(list(path.iterdir())) for path in paths] == [18, 16, 16], "25 blocks of two parts"
     engine = restart(storage)
     request = asked(engine, draw(random.Random(3), 400))
-    reads = engine.behind.cache.store.bring(request.chain, engine.behind.cache.match(request).blocks)[1]
+    reads = engine.lower_tier.cache.store.fetch(request.chain, engine.lower_tier.cache.match(request).blocks)[1]
     assert [len(read) for read in reads.values()] == [3, 3], "a transfer for each part and directory"
-    first, *_ = engine.behind.cache.storage.storages
-    monkeypatch.setattr(Storage, "behind", property(lambda storage: storage is first))
-    written = [engine.behind.cache.storage.write(bytes([number]) * 32, [numpy.zeros(8, "u1")]) for number in range(4)]
+    first, *_ = engine.lower_tier.cache.storage.storages
+    monkeypatch.setattr(Storage, "is_backlogged", property(lambda storage: storage is first))
+    written = [engine.lower_tier.cache.storage.write(bytes([number]) * 32, [numpy.zeros(8, "u1")]) for number in range(4)]
     assert all(written), "one that hangs leaves its turns to the others"
     monkeypatch.undo()
     monkeypatch.setattr("common.store.BACKLOG", 0)
-    assert not engine.behind.cache.storage.write(bytes([9]) * 32, [numpy.zeros(8, "u1")]), "too many wait"
+    assert not engine.lower_tier.cache.storage.write(bytes([9]) * 32, [numpy.zeros(8, "u1")]), "too many wait"
 
 
 def test_storage_that_hangs_costs_what_it_would_have_kept_and_no_more(monkeypatch):
     storage = saved()
     engine = restart(storage)
-    (inner,) = engine.behind.cache.storage.storages
-    inner.measured.note(1e3, 1.0)
-    match = engine.behind.cache.match(asked(engine, PROMPT + [3]))
-    assert match.seconds >= 9 * engine.behind.cache.store.pool.block_bytes / 1e3, "reading is part of the estimate"
+    (inner,) = engine.lower_tier.cache.storage.storages
+    inner.measured.record(1e3, 1.0)
+    match = engine.lower_tier.cache.match(asked(engine, PROMPT + [3]))
+    assert match.seconds >= 9 * engine.lower_tier.cache.store.pool.block_bytes / 1e3, "reading is part of the estimate"
     release, begun = threading.Event(), threading.Barrier(3, timeout=60)
     for lane in (inner.reader, inner.writer):
         lane.submit("hang", 0, lambda: (begun.wait(), release.wait()))
     begun.wait()
     time.sleep(0.02)
-    monkeypatch.setattr("common.link.HANGING", 0.01)
+    monkeypatch.setattr("common.link.HANG_SECONDS", 0.01)
     for prompt in (PROMPT + [3], draw(random.Random(8), 200)):
         request = ask(engine, prompt)
         assert ORACLE.judge(request) == "equal"
-    settle(engine)  # nothing of ours waits there
+    wait_until_idle(engine)  # nothing of ours waits there
     assert not inner.writer.jobs.qsize()
     release.set()
     check_pools(engine)
@@ -333,10 +342,10 @@ def test_steps_that_cannot_be_put_together_are_dropped_and_leave_no_hole(monkeyp
     monkeypatch.setattr(cache, copying, short_of_memory)
     monkeypatch.setattr(hidden_states, "SNAPSHOT", 1)  # each step leaves at once
     request = ask(engine, PROMPT)
-    settle(engine)
+    wait_until_idle(engine)
     assert ORACLE.judge(request) == "equal" and engine.counts["drops"] == 1
     assert 0 < len(cache.store.pool.block_of) <= 64 // 16 and not engines.wrong_rows(engine)
     check_pools(engine)
     again = ask(engine, PROMPT + draw(random.Random(1), 60))  # it fills blocks behind the gap
-    settle(engine)
+    wait_until_idle(engine)
     assert len(cache.store.pool.block_of) <= 64 // 16 and ORACLE.judge(again) == "equal"

@@ -65,11 +65,11 @@ def test_algorithm_1_fills_both_lanes_and_the_memory(load_w, kv_gen, load_kv, ac
 def test_lanes_are_those_of_the_formula():
     """link = W + K - aK/2 - M and compute = B + aR, a layer."""
     planner = Planner("hybrid", Costs(10.0, 3.0, 0.5), Sizes(70, 20, 40), 10, 100, 0)
-    link, compute = planner.lanes(Plan(4, 60, 20, 15, 5))
+    link, compute = planner.lane_seconds(Plan(4, 60, 20, 15, 5))
     a, resident = (20 + 5) / 100, 7.0 * 4 / 10 + 0.4 * 15 + 0.2 * 5  # 7 s a layer, 0.4 and 0.2 s a block in it
     assert link == pytest.approx(10 * (7 + 100 * 0.4 - a * 100 * 0.4 / 2 - resident))
     assert compute == pytest.approx(10 * (3 + a * 100 * 0.5))
-    half = planner._replace(fill=0.5).lanes(Plan(4, 60, 20, 15, 5))
+    half = planner._replace(fill=0.5).lane_seconds(Plan(4, 60, 20, 15, 5))
     assert half[0] == pytest.approx(6 * 7 + 10 * 0.5 * (60 * 0.4 + 20 * 0.2))
 
 
@@ -104,7 +104,7 @@ def test_half_of_the_weights_resident_the_gains_are_those_of_the_formula():
     W, K, R, B, M = 25.0, 100.0, 92.0, 8.0, 12.5
     costs, sizes = Costs(10.0, B, R / 1000), Sizes(250, 5, 10)  # 10 bytes/s; 1,000 blocks, in 10 layers
     planner = Planner("hybrid", costs, sizes, 10, 1000, int(10 * M * 10) + 500)
-    seconds = {policy: max(planner.lanes(planner._replace(policy=policy).plan())) for policy in hybrid.POLICIES}
+    seconds = {policy: max(planner.lane_seconds(planner._replace(policy=policy).plan())) for policy in hybrid.POLICIES}
     a = (W + K - M - B) / (R + K / 2)
     expected = dict(zip(hybrid.POLICIES, (B + a * R, W + K - M, B + R)))
     assert {policy: seconds[policy] / 10 for policy in expected} == pytest.approx(expected, rel=0.01)
@@ -113,11 +113,11 @@ def test_half_of_the_weights_resident_the_gains_are_those_of_the_formula():
 
 def test_what_steps_took_makes_the_next_plan_and_one_slow_step_changes_nothing():
     planner = Planner("hybrid", Costs(10.0, 0.0, 0.0), Sizes(50, 4, 8), 4, 100, 100)
-    steady = planner.after([(50, 0.4, 2.0)] * 8)
+    steady = planner.with_samples([(50, 0.4, 2.0)] * 8)
     assert steady.costs.rebuild == 0.4 and steady.costs.forward == 2.0 and steady.fill == 0.5
-    disturbed = planner.after([(50, 0.4, 2.0)] * 5 + [(50, 4.0, 20.0)] * 3)
+    disturbed = planner.with_samples([(50, 0.4, 2.0)] * 5 + [(50, 4.0, 20.0)] * 3)
     assert disturbed.plan() == steady.plan()
-    assert planner.after([(50, 0.0, 2.0)]).costs.rebuild == 0.0, "a step without ACT blocks says nothing"
+    assert planner.with_samples([(50, 0.0, 2.0)]).costs.rebuild == 0.0, "a step without ACT blocks says nothing"
 
 
 @pytest.mark.parametrize("resident, seconds", [(0, 1 + 3 * 9 + 8), (1, 1 + 7 + 9 + 9 + 7), (2, 1 + 4 * 7), (4, 1 + 4 * 7)])
@@ -133,15 +133,15 @@ def test_a_step_takes_its_slower_lane_layer_by_layer(resident, seconds):
 @some
 @given(st.lists(st.integers(0, 40), min_size=4, max_size=4).filter(any), st.data())
 def test_any_run_of_numbers_has_the_plans_ratio(counts, data):
-    deal, blocks = hybrid.Deal(Plan(0, *counts), 4), sum(counts)
-    of_block = list(zip(deal.kinds.tolist(), deal.numbers.tolist()))
+    kind_map, blocks = hybrid.KindMap(Plan(0, *counts), 4), sum(counts)
+    of_block = list(zip(kind_map.kinds.tolist(), kind_map.numbers.tolist()))
     assert sorted(of_block) == [(kind, number) for kind, count in enumerate(counts) for number in range(count)]
     first = data.draw(st.integers(0, blocks - 1))
     length = data.draw(st.integers(1, blocks - first))
     held = Counter(kind for kind, _ in of_block[first : first + length])
     for kind, count in enumerate(counts):
         assert abs(held[kind] - length * count / blocks) <= 2
-    kinds, slots = deal.slots(list(range(first, first + length)), torch.arange(4 * length))
+    kinds, slots = kind_map.slots(list(range(first, first + length)), torch.arange(4 * length))
     expected = [(kind, 4 * number + at) for kind, number in of_block[first : first + length] for at in range(4)]
     assert list(zip(kinds.tolist(), slots.tolist())) == expected
 
@@ -149,7 +149,7 @@ def test_any_run_of_numbers_has_the_plans_ratio(counts, data):
 @pytest.mark.parametrize("in_use, most", [(0.7, 1.5), (0.9, 4.0)])
 def test_fragmented_tables_keep_about_the_plans_ratio_and_the_batch_keeps_it(in_use, most):
     """Equation 5 allows a block. 19 of 20 tables of 8 to 80 blocks keep to `most`."""
-    rng, deal, pool = random.Random(1), hybrid.Deal(Plan(0, 340, 684, 0, 0), 16), engines.paged.BlockPool(1024, 16)
+    rng, kind_map, pool = random.Random(1), hybrid.KindMap(Plan(0, 340, 684, 0, 0), 16), engines.paged.BlockPool(1024, 16)
     tables, found = [], []
     for _ in range(300):
         while sum(map(len, tables)) < in_use * 1024:
@@ -157,7 +157,7 @@ def test_fragmented_tables_keep_about_the_plans_ratio_and_the_batch_keeps_it(in_
         for table in tables[::8]:
             table += pool.allocate(min(1, pool.available), table[-1])
         pool.release(tables.pop(rng.randrange(len(tables))))
-        off = [int((deal.kinds[table] == hybrid.ACT_HOST).sum()) - len(table) * 684 / 1024 for table in tables]
+        off = [int((kind_map.kinds[table] == hybrid.ACT_HOST).sum()) - len(table) * 684 / 1024 for table in tables]
         assert abs(sum(off)) < 0.015 * 1024
         found += map(abs, off)
     assert sorted(found)[len(found) * 19 // 20] <= most
@@ -170,18 +170,18 @@ def items_of(*sizes, count=1) -> list:
 @pytest.mark.parametrize("kv, act", [(0, 32), (32, 0), (16, 16)])
 def test_sixteen_equal_requests_are_two_mini_batches_of_eight(kv, act):
     """Of the paper's, in which ties are the rule, as few as the room allows: 14 of 32 blocks fit into 468."""
-    items, paper = items_of(*[500] * 16), partial(hybrid.form_as_paper, PAPER, hybrid.Deal(Plan(0, kv, act, 0, 0), 16))
-    assert [len(batch) for batch in hybrid.form(items, 15 * 500)] == [8, 8]
+    items, paper = items_of(*[500] * 16), partial(hybrid.form_paper_batches, PAPER, hybrid.KindMap(Plan(0, kv, act, 0, 0), 16))
+    assert [len(batch) for batch in hybrid.form_batches(items, 15 * 500)] == [8, 8]
     assert [len(batch) for batch in paper(items, 15 * 500)] == [14, 2]
-    assert [len(batch) for form in (hybrid.form, paper) for batch in form(items, 16 * 512)] == [16, 16]
+    assert [len(batch) for form_batches in (hybrid.form_batches, paper) for batch in form_batches(items, 16 * 512)] == [16, 16]
 
 
 @some
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.lists(st.integers(2, 500), max_size=5))
 def test_mini_batches_fit_and_hold_everybody_once(decoding, chunks):
     items = items_of(*decoding) + [item for size in chunks for item in items_of(size, count=size)]
-    paper = hybrid.form_as_paper(PAPER, hybrid.Deal(Plan(0, 16, 16, 0, 0), 16), items, 1024)
-    for formed in hybrid.form(items, 1024), paper:
+    paper = hybrid.form_paper_batches(PAPER, hybrid.KindMap(Plan(0, 16, 16, 0, 0), 16), items, 1024)
+    for formed in hybrid.form_batches(items, 1024), paper:
         assert all(sum(item.end for item in batch) <= 1024 for batch in formed)
         assert sorted(map(id, items)) == sorted(id(item) for batch in formed for item in batch)
 
@@ -190,22 +190,22 @@ def test_the_papers_mini_batches_by_hand():
     """Of (ACT, KV) blocks 12 fit, and to load one takes as long as to rebuild two. p's imbalance is 4 / 2. With q it
     stays, 8 / 4, with t it would grow, 9 / 4, and for r there is no room; s makes it 9 / 6. So t begins the next, which
     r makes 4 / 2, and then v 4 / 3. u alone is more than fits."""
-    deal = hybrid.Deal(Plan(0, 11, 12, 0, 8), 16)
-    kvs, acts = ([at for at, kind in enumerate(deal.kinds.tolist()) if kind % 2 == odd] for odd in (0, 1))
+    kind_map = hybrid.KindMap(Plan(0, 11, 12, 0, 8), 16)
+    kvs, acts = ([at for at, kind in enumerate(kind_map.kinds.tolist()) if kind % 2 == odd] for odd in (0, 1))
     items, names = [], "pqtrsuv"
     for act, kv in (4, 1), (4, 1), (1, 0), (1, 2), (1, 1), (8, 5), (1, 0):
         table = [acts.pop() for _ in range(act)] + [kvs.pop() for _ in range(kv)]
         items.append(hybrid.Item(Request([0], 1, table=table), 0, 16 * len(table) - 3))
     items[0].request.table.append(kvs.pop())  # not in use yet
-    formed = hybrid.form_as_paper(PAPER, deal, items, 12 * 16 + 7)
+    formed = hybrid.form_paper_batches(PAPER, kind_map, items, 12 * 16 + 7)
     assert ["".join(names[items.index(item)] for item in batch) for batch in formed] == ["pqs", "trv", "u"]
 
 
 def test_one_to_one_is_as_much_memory_of_each_kind_and_the_first_requests_are_all_activations():
     sizes = hybrid.sizes_of(MODEL, 16)
     planner = Planner("hybrid", Costs(BANDWIDTH, 1.0, 0.1), sizes, 3, 60, 2 * sizes.weights + 4 * sizes.act, 16, 40 / 60)
-    engine = hybrid.ready(hybrid_blocks.in_halves(planner, MODEL, BANDWIDTH), 5 * [127])  # 8 blocks each
-    kinds = [hybrid.KINDS[kind] for one in engine.running for kind in engine.runner.deal.kinds[one.table]]
+    engine = hybrid.decode_engine(hybrid_blocks.in_halves(planner, MODEL, BANDWIDTH), 5 * [127])  # 8 blocks each
+    kinds = [hybrid.KINDS[kind] for one in engine.running for kind in engine.runner.kind_map.kinds[one.table]]
     assert [kind % 2 for kind in kinds] == 28 * [1] + 12 * [0]
     assert kinds.count(hybrid.ACT_HOST) * sizes.act == kinds.count(hybrid.KV_HOST) * sizes.kv == 24 * sizes.act
 
@@ -220,7 +220,7 @@ def test_tokens_are_those_of_chapter_01(name, size, rows, budget):
     counts = [count * 16 // size for count in plan[1:]]
     rng, engine = random.Random(size), engine_for(Plan(plan.resident, *counts), size, rows, budget)
     if name == "paper":
-        engine.runner.form = partial(hybrid.form_as_paper, PAPER, engine.runner.deal)
+        engine.runner.form_batches = partial(hybrid.form_paper_batches, PAPER, engine.runner.kind_map)
     for _ in range(2):
         requests = some_requests(rng, new=20)
         engine.generate(requests)
@@ -266,13 +266,13 @@ def test_a_step_whose_copy_fails_is_run_again(monkeypatch, label, after):
     engine, requests = engine_for(rows=512), some_requests(random.Random(8))
     plain, seen = Link.copy, [0]
 
-    def copy(link, dst, src, name, *places):
+    def copy(link, dst, src, name, *pairs):
         seen[0] += name == label
         if name != label or seen[0] != after:
-            return plain(link, dst, src, name, *places)
+            return plain(link, dst, src, name, *pairs)
         dst, src = ([side] if isinstance(side, torch.Tensor) else side for side in (dst, src))
         noise = [torch.full_like(piece, math.nan) for piece in src]
-        transfer = plain(link, dst, noise, name, *places)
+        transfer = plain(link, dst, noise, name, *pairs)
         transfer.check = Mock(side_effect=TransferError(f"{name} failed"))
         return transfer
 
@@ -293,9 +293,9 @@ def test_generated_traffic():
 # 5. Costs --------------------------------------------------------------------------------------
 
 def test_decode_steps_say_what_they_cost_and_their_timeline_what_came_and_what_was_computed():
-    engine = hybrid.ready(hybrid.HybridRunner(MODEL, Plan(0, 0, 45, 45, 0), BANDWIDTH), 4 * [64])
+    engine = hybrid.decode_engine(hybrid.HybridRunner(MODEL, Plan(0, 0, 45, 45, 0), BANDWIDTH), 4 * [64])
     engine.step()
-    blocks, rebuild, forward = engine.runner.cost()
+    blocks, rebuild, forward = engine.runner.step_costs()
     assert blocks == 4 * 4 and rebuild > 0 and forward > 0
     taken, timeline = hybrid.one_step(engine)
     assert {span.label[0] for span in timeline.spans if span.lane == "load"} >= set("aw")
@@ -317,7 +317,7 @@ def test_costs_are_measured_at_the_start_whatever_the_sizes_with_the_mini_batche
     monkeypatch.setattr(hybrid, "HybridRunner", lambda *given: made.append(given[4]) or make(*given))
     engine = started(words)
     assert made == 2 * [int(words.split("=")[1]) if "mini-batch" in words else 8192]
-    assert (engine.runner.form is not hybrid.form) == (words == "--policy=paper"), "the paper has its own mini-batches"
+    assert (engine.runner.form_batches is not hybrid.form_batches) == (words == "--policy=paper"), "the paper has its own mini-batches"
     assert sum(engine.runner.plan[1:]) == engine.pool.size
     assert ORACLE.judge(ask(engine, draw(random.Random(0), 30))) != "wrong"
 

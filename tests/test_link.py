@@ -15,7 +15,7 @@ import torch
 from conftest import ROOT
 
 from common import link as links
-from common.link import Places, TransferError, Worker
+from common.link import BlockPairs, TransferError, Worker
 from common.timeline import Clock
 from shell import hardware
 from shell.modelled_link import LATENCY, PIECE, Bandwidth, LikeA100, ModelledLink
@@ -101,7 +101,7 @@ def test_back_to_back_transfers_take_the_sum_of_latency_and_bytes_over_bandwidth
 
 
 def test_a_lane_hangs_while_it_works_and_not_while_the_model_has_it_on_its_way(monkeypatch):
-    monkeypatch.setattr("common.link.HANGING", 0.0)
+    monkeypatch.setattr("common.link.HANG_SECONDS", 0.0)
     lane, gate = Worker("storage"), threading.Event()
     transfer = lane.submit("", 10_000, gate.wait, model=lambda start: start + 3600 * HOURS)
     until = time.monotonic() + 30
@@ -247,9 +247,9 @@ def test_without_a_gpu_host_memory_is_ordinary_memory_as_it_is_where_it_cannot_b
     ([7, 6, 5], [3, 2, 1], [(7, 3, 1), (6, 2, 1), (5, 1, 1)]),
 ])  # fmt: skip
 def test_a_run_is_adjacent_on_both_sides(to, at, runs):
-    assert Places(to, at).runs == runs
+    assert BlockPairs(to, at).runs == runs
     dst, src = torch.zeros(20, 3), torch.arange(1.0, 61.0).view(20, 3)
-    links.move([dst], [src], Places(to, at))
+    links.move([dst], [src], BlockPairs(to, at))
     assert dst[to].tolist() == src[at].tolist() and dst.count_nonzero() == 3 * len(to)
 
 
@@ -261,7 +261,7 @@ def test_pages_are_in_as_many_pieces_as_the_lesson_says(layout, order):
     counted, link, value = [], make(Bandwidth(FAST)), links.as_integers(host.permute(1, *(axis for axis in order if axis != 1)))[0]
     link.bandwidth.arrival = lambda start, size, pieces: counted.append(pieces) or start
     for some in pages[:1], pages, pages[::-1]:
-        link.copy(device, host[0], "", Places(some, some)).wait()
+        link.copy(device, host[0], "", BlockPairs(some, some)).wait()
     page, adjacent, backwards = counted
     written, read = (link.bandwidth.of([value] * count).keywords["pieces"] for count in (1, 2))
     assert backwards == 4 * page and read == 2 * written

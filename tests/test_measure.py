@@ -16,12 +16,12 @@ from tools import gpu_report, report
     ([1.0, 1.02, 1.02], False), ([1.01, 1.04, 1.05], True), ([0.9, 1.04, 1.05], False), ([0.9, 1.07, 1.08], True),
 ])  # fmt: skip
 def test_behind_is_a_median_above_three_percent_whose_spread_is_above_one(ratios, behind):
-    assert measure.is_behind(ratios) == behind
+    assert measure.is_slower(ratios) == behind
 
 
 @pytest.mark.parametrize("behind, rounds", [(False, [5]), (True, [5, 10])])
 def test_what_is_behind_is_measured_again_with_twice_the_rounds(behind, rounds):
-    rows = measure.again_if_behind(lambda rounds: dict(rounds=rounds, behind=behind), 5)
+    rows = measure.again_if_slower(lambda rounds: dict(rounds=rounds, behind=behind), 5)
     assert [row["rounds"] for row in rows] == rounds
 
 

@@ -10,7 +10,17 @@ from common.link import Transfer
 from common.requests import Request
 from shell.frontend import check_fields
 from tests.support import engines
-from tests.support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, evict, make, offload, settle
+from tests.support.engines import (
+    ORACLE,
+    ask,
+    ask_and_evict,
+    check_pools,
+    draw,
+    evict,
+    make,
+    offload,
+    wait_until_idle,
+)
 
 BLOCK = 16 * engines.tiny_model().config.kv_numbers_per_token * 4  # bytes of a block
 
@@ -22,9 +32,9 @@ class Lane:
         self.link, self.at_once, self.sent, self.waiting, self.failing = link, at_once, [], [], False
         link.copy = self.copy
 
-    def copy(self, dst, src, label, places):
-        dst = [dst[to : to + count] for to, _, count in places.runs]
-        src = [src[at : at + count] for _, at, count in places.runs]
+    def copy(self, dst, src, label, pairs):
+        dst = [dst[to : to + count] for to, _, count in pairs.runs]
+        src = [src[at : at + count] for _, at, count in pairs.runs]
         transfer = Transfer(self.link.name, label, sum(piece.nbytes for piece in dst))
         self.sent.append((transfer, dst))
         self.waiting.append((transfer, dst, src))
@@ -62,7 +72,7 @@ def test_blocks_are_copied_out_as_they_fill_and_not_when_the_request_is_over():
         engine.step()
         assert request.outcome is None and engine.counts["swap_outs"] == request.computed // 16
     assert save.labels == ["save 2", "save 3", "save 1", "save 1", "save 1"], "of 40, 80, 100, 112 and 128 tokens"
-    settle(engine)
+    wait_until_idle(engine)
     assert len(cache.host.find(request.chain)) == 8
     saves = [span.label for span in request.timeline.spans if span.lane == "save"]
     assert saves == save.labels, "a save is in its request's timeline"
@@ -87,7 +97,7 @@ def test_what_has_failed_is_copied_again_and_what_the_host_has_or_is_about_to_ha
     save.deliver()
     evict(engine)
     ask(engine, PROMPT)
-    settle(engine)
+    wait_until_idle(engine)
     assert len(save.sent) == 4 and len(cache.host.block_of) == 10
     check_pools(engine)
 
@@ -95,11 +105,11 @@ def test_what_has_failed_is_copied_again_and_what_the_host_has_or_is_about_to_ha
 def test_a_conversation_that_goes_on_lies_behind_its_beginning_on_the_host():
     engine, cache, save, load = engine_for()
     first, other = ask(engine, PROMPT), ask(engine, draw(random.Random(2), 60))
-    settle(engine)
-    for prefix in other.chain:  # which was kept behind the first, and has left again
-        cache.host.evict([cache.host.block_of[prefix]])
+    wait_until_idle(engine)
+    for block_key in other.chain:  # which was kept behind the first, and has left again
+        cache.host.evict([cache.host.block_of[block_key]])
     turn = ask(engine, first.tokens + draw(random.Random(3), 60), 2)
-    settle(engine)
+    wait_until_idle(engine)
     blocks = cache.host.find(turn.chain)
     assert blocks == list(range(blocks[0], blocks[0] + 10))
     evict(engine)
@@ -148,7 +158,7 @@ class Following(offload.HostCache):
 
 
 def test_the_question_follows_its_history_through_the_layers(monkeypatch):
-    monkeypatch.setattr(estimates, "PATIENCE", 5.0)  # where it does not follow, it waits for ever
+    monkeypatch.setattr(estimates, "MAX_WAIT", 5.0)  # where it does not follow, it waits for ever
     engine, cache, _, load = engine_for(load=False, cache=Following)
     cache.lane = load
     ask_and_evict(engine, PROMPT)
@@ -162,9 +172,9 @@ def test_the_question_follows_its_history_through_the_layers(monkeypatch):
 def test_what_the_device_still_has_is_not_loaded():
     engine, _, _, load = engine_for()
     chain = ask(engine, PROMPT).chain
-    settle(engine)
-    for prefix in chain[4:6]:
-        engine.pool.evict([engine.pool.block_of[prefix]])
+    wait_until_idle(engine)
+    for block_key in chain[4:6]:
+        engine.pool.evict([engine.pool.block_of[block_key]])
     request = ask(engine, PROMPT)
     assert request.found == {"gpu": 64, "cpu": 32} and request.outcome.source == "mixed"
     assert sum(transfer.bytes for transfer, _ in load.sent) == 2 * BLOCK and ORACLE.judge(request) == "equal"
@@ -173,7 +183,7 @@ def test_what_the_device_still_has_is_not_loaded():
 def test_a_match_is_of_whole_blocks_before_the_last_token_and_says_what_is_queued():
     engine, cache, _, load = engine_for(load=False)
     request = ask(engine, PROMPT[:97], 1)
-    settle(engine)
+    wait_until_idle(engine)
     asked = Request(PROMPT[:96], 1, chain=request.chain)
     match = cache.match(asked)
     assert isinstance(match, Match) and (match.tokens, len(match.blocks)) == (80, 5)
@@ -190,8 +200,8 @@ A, B, C = (draw(random.Random(seed), 65) for seed in (6, 7, 8))  # four blocks e
 
 def kept(engine, prompt) -> int:
     """Blocks of it that the host has."""
-    settle(engine)
-    return len(engine.behind.cache.host.find(engine.extend(Request(prompt, 1))))
+    wait_until_idle(engine)
+    return len(engine.lower_tier.cache.host.find(engine.extend(Request(prompt, 1))))
 
 
 @pytest.mark.parametrize("asked, blocks", [([A, B, C], [2, 4, 4]), ([A, B, A, C], [4, 2, 4])])
@@ -200,7 +210,7 @@ def test_the_least_recently_used_conversation_leaves_the_host_from_its_end(asked
     engine, _, _, _ = engine_for(host=10)
     for prompt in asked:
         request = ask(engine, prompt)
-        settle(engine)
+        wait_until_idle(engine)
     assert [kept(engine, prompt) for prompt in (A, B, C)] == blocks
     assert request.outcome.source == "miss" and ask(engine, A).outcome.source == "gpu_hit"
 
@@ -210,7 +220,7 @@ def test_a_chain_does_not_evict_its_own_beginning(budget):
     """In a host of five blocks, however the prompt is divided over steps: five blocks, without a gap."""
     engine, *_ = engine_for(5, token_budget=budget)
     ask(engine, draw(random.Random(9), 70))  # somebody else's four blocks, which may go
-    settle(engine)
+    wait_until_idle(engine)
     ask(engine, PROMPT + A + B)
     assert kept(engine, PROMPT + A + B) == 5
 
@@ -274,11 +284,11 @@ def test_what_is_owed_is_copied_out_when_its_request_is_over_and_takes_no_newer_
     cache.save_link.measured.forget()
     for newer, older in (6, 0), (0, 6):
         engine.step()
-        settle(engine)
-        assert kept(engine, PROMPT) == older and len(cache.host.find(engine.prefixes.extend([], other))) == newer
+        wait_until_idle(engine)
+        assert kept(engine, PROMPT) == older and len(cache.host.find(engine.block_keys.extend([], other))) == newer
         cache.host.evict(list(cache.host.cached))
         engine.wake.set()
-    assert not cache.owed
+    assert not cache.pending_saves
 
 
 def test_what_raises_ends_neither_what_follows_other_copies_nor_closing(caplog):
@@ -290,7 +300,7 @@ def test_what_raises_ends_neither_what_follows_other_copies_nor_closing(caplog):
     check_pools(engine)
     assert seen == [1.0] and "ZeroDivisionError" in caplog.text
     for raises, closes in ("load_link", "save_link"), ("save_link", "load_link"):
-        cache = make(offload.HostCache(6, 1e9)).behind.cache
+        cache = make(offload.HostCache(6, 1e9)).lower_tier.cache
         getattr(cache, raises).close = lambda: 1 / 0
         with pytest.raises(ZeroDivisionError):
             cache.close()
@@ -299,7 +309,7 @@ def test_what_raises_ends_neither_what_follows_other_copies_nor_closing(caplog):
 
 def test_a_link_that_was_slow_while_the_processor_was_busy_is_tried_at_once():
     engine = make(cache := offload.HostCache(64, 1e9))
-    cache.save_link.measured.note(1.0, 1.0)
+    cache.save_link.measured.record(1.0, 1.0)
     ask(engine, PROMPT, 40)
     assert kept(engine, PROMPT) == 6
     engine.close()

@@ -135,7 +135,7 @@ def test_the_page_shows_pools_requests_and_why_each_finished_one_was_restored_or
         said = re.compile(r"^compute: prefill, decode for .* ms of ")
         playwright.expect(lane).to_have_attribute("aria-label", said)
         assert page.locator("#finished .track span").first.get_attribute("title").startswith("prefill 11: ")
-        client.engine.over[-1].timeline.plan = dict(title="By layer", rows=[["layer 0", "KLC"]],
+        client.engine.completed[-1].timeline.plan = dict(title="By layer", rows=[["layer 0", "KLC"]],
                                                     legend=dict(K="loaded", L="loaded", C="computed"))
         page.locator("#finished summary").click()
         page.locator("#finished summary").click()
@@ -216,7 +216,7 @@ def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_
         page.click("#new")                          # another conversation behind the same document
         page.locator("#examples button").first.click()
         playwright.expect(lines).to_have_count(1)
-        engine.behind.cache.storage.backend.exists = None  # it raises from now on
+        engine.lower_tier.cache.storage.backend.exists = None  # it raises from now on
         say(page, "What is the job of Ben?")
         playwright.expect(lines.last).to_contain_text("tokens from device memory, TTFT ")
         playwright.expect(page.locator("#legend li").last).to_have_text("this conversation")

@@ -12,9 +12,9 @@ import pytest
 import torch
 from conftest import load
 
-from common import prefixes as prefixes_module
+from common import prefixes as block_keys_module
 from common.cache import Cache
-from common.requests import BadRequest, HungUp, Request
+from common.requests import BadRequest, ClientDisconnected, Request
 from tests.support import engines
 from tests.support.engines import ask, baseline, check_pools, draw, make, paged, tiny_model, until_over
 
@@ -26,53 +26,53 @@ def assert_equal(requests):
 # 1. Prefixes -----------------------------------------------------------------------------------
 
 def test_equal_beginnings_are_the_same_objects_however_they_were_made():
-    prefixes = paged.Prefixes("model", 4)
-    once = prefixes.extend([], list(range(18)))
-    piecewise = prefixes.extend(prefixes.extend([], list(range(9))), list(range(18)))
-    other = prefixes.extend([], [*range(8), 0, 0, 0, 0])
+    block_keys = paged.BlockKeys("model", 4)
+    once = block_keys.extend([], list(range(18)))
+    piecewise = block_keys.extend(block_keys.extend([], list(range(9))), list(range(18)))
+    other = block_keys.extend([], [*range(8), 0, 0, 0, 0])
     assert len(once) == 4 and all(one is two for one, two in zip(once, piecewise, strict=True))
     assert other[1] is once[1] and other[2] is not once[2]
-    assert prefixes.extend([], [4, 5, 6, 7])[0] is not once[1], "the same tokens after other ones"
-    assert prefixes.extend([], [1, 2, 3]) == []
+    assert block_keys.extend([], [4, 5, 6, 7])[0] is not once[1], "the same tokens after other ones"
+    assert block_keys.extend([], [1, 2, 3]) == []
 
 
 def test_a_key_is_the_sha256_of_its_parents_key_and_the_tokens_as_little_endian_int32():
     sha = lambda content: hashlib.sha256(content).digest()  # noqa: E731
-    first, second = paged.Prefixes("model", 2).extend([], [7, 300, 1, 2], "salt")
+    first, second = paged.BlockKeys("model", 2).extend([], [7, 300, 1, 2], "salt")
     root = sha(sha(b"model") + b"salt")
-    assert first.key == sha(root + struct.pack("<2i", 7, 300))
-    assert second.key == sha(first.key + b"\1\0\0\0\2\0\0\0") and second.parent is first
+    assert first.digest == sha(root + struct.pack("<2i", 7, 300))
+    assert second.digest == sha(first.digest + b"\1\0\0\0\2\0\0\0") and second.parent is first
 
 
 def test_the_namespace_is_the_weights_and_their_dtype():
     three = make(), make(), make(model=tiny_model(1))
-    keys = [engine.extend(Request([5] * 16, 1))[0].key for engine in three]
+    keys = [engine.extend(Request([5] * 16, 1))[0].digest for engine in three]
     assert keys[0] == keys[1] != keys[2]
 
 
 def test_keys_that_are_all_equal_change_no_token(monkeypatch):
     same = lambda content: SimpleNamespace(digest=lambda: b"\0" * 32)  # noqa: E731
-    monkeypatch.setattr(prefixes_module, "hashlib", SimpleNamespace(sha256=same))
+    monkeypatch.setattr(block_keys_module, "hashlib", SimpleNamespace(sha256=same))
     engine, rng = make(), random.Random(0)
     first, other = draw(rng, 50), draw(rng, 50)
     asked = [ask(engine, first), ask(engine, other), ask(engine, first)]
     assert [request.cached_tokens for request in asked] == [0, 0, 48]
-    assert len({prefix.key for request in asked for prefix in request.chain}) == 1
+    assert len({block_key.digest for request in asked for block_key in request.chain}) == 1
     assert_equal(asked)
 
 
 def test_prefixes_that_nobody_has_are_forgotten():
-    prefixes = paged.Prefixes("model", 4)
-    chain = prefixes.extend([], list(range(40)))
-    assert len(prefixes.known) == 10
+    block_keys = paged.BlockKeys("model", 4)
+    chain = block_keys.extend([], list(range(40)))
+    assert len(block_keys.known) == 10
     del chain[3:]
     gc.collect()
-    assert len(prefixes.known) == 3
+    assert len(block_keys.known) == 3
 
 
 # 2. Blocks -------------------------------------------------------------------------------------
 
-PREFIXES = paged.Prefixes("model", 1)
+PREFIXES = paged.BlockKeys("model", 1)
 
 
 def chain_of(blocks: int, first: int = 0):
@@ -82,8 +82,8 @@ def chain_of(blocks: int, first: int = 0):
 def cached(pool, blocks: int, first: int = 0):
     """Blocks that hold a chain, and that nobody references -> both."""
     taken, chain = pool.allocate(blocks), chain_of(blocks, first)
-    for block, prefix in zip(taken, chain):
-        pool.register(block, prefix)
+    for block, block_key in zip(taken, chain):
+        pool.register(block, block_key)
     PREFIXES.use(chain)
     pool.release(taken)
     return taken, chain
@@ -127,7 +127,7 @@ def test_a_table_begins_where_there_is_room_for_the_rest_of_it():
 def test_what_is_evicted_is_said_at_once_and_before_anybody_has_it():
     pool, said = paged.BlockPool(4, 1), []
     blocks, chain = cached(pool, 4)
-    pool.evicting = lambda lost: said.append((lost, pool.find(chain), pool.free.count(1)))
+    pool.on_evict = lambda lost: said.append((lost, pool.find(chain), pool.free.count(1)))
     assert sorted(pool.allocate(2)) == blocks[2:] and pool.evictions == 2
     assert said == [([(3, chain[3]), (2, chain[2])], blocks[:2], 0)]
 
@@ -137,7 +137,7 @@ def test_in_any_order_each_block_is_free_cached_or_referenced(seed):
     rng, pool, held = random.Random(seed), paged.BlockPool(12, 1), []
     chains = [chain_of(5, 20 * number) for number in range(4)]
     seen = Counter()
-    pool.evicting = lambda lost: seen.update(evicted=len(lost))
+    pool.on_evict = lambda lost: seen.update(evicted=len(lost))
     for _ in range(400):
         chain = rng.choice(chains)
         if rng.random() < 0.5 and held:
@@ -148,16 +148,16 @@ def test_in_any_order_each_block_is_free_cached_or_referenced(seed):
             seen["found"] += 1
         elif (count := rng.randrange(1, 5)) <= pool.available:
             blocks = pool.allocate(count, rng.choice([None, *range(12)]), rng.randrange(8))
-            for block, prefix in zip(blocks, chain):
-                pool.register(block, prefix)
+            for block, block_key in zip(blocks, chain):
+                pool.register(block, block_key)
             PREFIXES.use(chain)
             held.append(blocks)
         counts = [sum(table.count(block) for table in held) for block in range(12)]
         assert pool.references == counts
         for block in range(12):
             assert [pool.free[block], block in pool.cached, counts[block] > 0].count(True) == 1
-        assert all(pool.prefix_of[block] is prefix for prefix, block in pool.block_of.items())
-        assert len(pool.block_of) == 12 - pool.prefix_of.count(None)
+        assert all(pool.key_of[block] is block_key for block_key, block in pool.block_of.items())
+        assert len(pool.block_of) == 12 - pool.key_of.count(None)
     assert seen["evicted"] and seen["found"]
 
 
@@ -179,7 +179,7 @@ def watched(blocks: int = 64, size: int = 16, **options):
 @pytest.mark.parametrize("alone", [0, 1 << 20])
 @pytest.mark.parametrize("size, budget", [(1, 512), (5, 7), (16, 1), (16, 64), (128, 512)])
 def test_any_budget_and_block_size_give_the_tokens_of_chapter_01(monkeypatch, size, budget, alone):
-    monkeypatch.setitem(paged.ALONE, "cpu", alone)
+    monkeypatch.setitem(paged.PAD_LIMIT, "cpu", alone)
     rng = random.Random(4)
     engine, document = watched(1024 // size, size, token_budget=budget), draw(rng, 60)
     asked = [Request(draw(rng, length), 10) for length in (1, 17, 130)]
@@ -272,7 +272,7 @@ def test_who_shares_most_of_what_is_missing_waits_for_it(shared, waits):
 
 def test_the_newest_are_preempted_the_oldest_never_and_their_dice_fall_the_same():
     engine, rng, came = make(Cache(), blocks=14), random.Random(10), []
-    engine.behind.cache.submitted = lambda request: came.append(request.id)
+    engine.lower_tier.cache.submitted = lambda request: came.append(request.id)
     options = [dict(temperature=1.0, seed=number, top_p=0.9) for number in range(6)]
     prompts = [draw(rng, 40) for _ in options]
     asked = [Request(list(prompt), 50, **one) for prompt, one in zip(prompts, options)]
@@ -305,8 +305,8 @@ def test_what_ends_one_request_is_raised_to_who_asked_and_no_other_notices():
     with pytest.raises(BadRequest, match="do not fit into a pool of 128 tokens"):
         engine.generate([Request(draw(rng, 100), 30)])
     kept, lost = Request(draw(rng, 20), 5), Request(draw(rng, 20), 5)
-    engine.behind.cache.save = lambda batch: engine.cancel(lost, HungUp("gone"))  # in the step that computes it
-    with pytest.raises(HungUp, match="gone"):
+    engine.lower_tier.cache.save = lambda batch: engine.cancel(lost, ClientDisconnected("gone"))  # in the step that computes it
+    with pytest.raises(ClientDisconnected, match="gone"):
         engine.generate([kept, lost])
     assert engines.ORACLE.judge(kept) == "equal" and len(lost.new) == 1
     check_pools(engine)

@@ -11,7 +11,7 @@ from common.machine import flops, machine_of
 from common.requests import BadRequest, Request
 from shell import cli, hardware
 from tests.support import engines
-from tests.support.engines import ORACLE, ask, ask_and_evict, chunk_files, draw, planned, settle
+from tests.support.engines import ORACLE, ask, ask_and_evict, chunk_files, draw, planned, wait_until_idle
 from tests.support.serving import eventually
 
 Costs, best_plan, closed_form = planned.LayerCosts, planned.best_plan, planned.closed_form
@@ -128,7 +128,7 @@ def test_recomputing_pauses_between_portions_while_others_decode():
 def test_the_question_is_no_part_of_an_estimate():
     engine, cache = engine_for("KKK", bandwidth=1e7)
     ask(engine, PROMPT, 1)
-    settle(engine)
+    wait_until_idle(engine)
     cache.question = 1e15  # operations: it follows in either case
     request = Request(PROMPT + [3], 1)
     engine.extend(request)
@@ -141,14 +141,14 @@ def test_the_question_is_no_part_of_an_estimate():
 def test_reading_counts_once(share, source):
     """By estimates that are given, of an hour: what this machine takes is nothing beside it."""
     engine, cache = engine_for("RHK", chunk_files(), always_restore=False)
-    engine.behind.estimates.learn = lambda *work: None
-    engine.behind.estimates.computing.forget()
-    engine.behind.estimates.computing.note(flops(engine.model.config, 0, 144), 3600.0)
+    engine.lower_tier.estimates.learn = lambda *work: None
+    engine.lower_tier.estimates.computing.forget()
+    engine.lower_tier.estimates.computing.record(flops(engine.model.config, 0, 144), 3600.0)
     ask_and_evict(engine, PROMPT, 1)
     engine.evict("host")
     (storage,) = cache.storage.storages
     storage.measured.forget()
-    storage.measured.note(9 * cache.store.pool.block_bytes, share * 3600.0)
+    storage.measured.record(9 * cache.store.pool.block_bytes, share * 3600.0)
     request = ask(engine, PROMPT + [3], 1)
     assert request.outcome.source == source, request.decisions
 
@@ -160,7 +160,7 @@ def test_a_plan_that_has_files_is_taken_at_the_next_start_unless_another_is_name
         engine, cache = engine_for(plan, chunk_files(tmp_path))
         request = ask(engine, PROMPT + [3])
         assert cache.letters == letters and request.found == found and ORACLE.judge(request) == "equal"
-        settle(engine)
+        wait_until_idle(engine)
         engine.close()
         costs = Costs(9.0, 1.0, 0.1, 0.2, 0.0)
         assert best_plan(3, costs) == "KKK", "another plan is the best by now"
@@ -180,7 +180,7 @@ def test_a_plan_does_not_depend_on_how_fast_the_machine_is_when_it_is_made():
 def test_what_is_there_is_projected_before_a_later_layer_is_waited_for(tmp_path):
     """Each read ends only when it is waited for."""
     ask(engine := engine_for("RHK", chunk_files(tmp_path))[0], PROMPT, 1)
-    settle(engine)
+    wait_until_idle(engine)
     engine, cache = engine_for("RHK", chunk_files(tmp_path))
     said, project = [], cache.project
     cache.project = lambda layer, *rest: said.append(f"project {layer}") or project(layer, *rest)
@@ -198,7 +198,7 @@ def test_what_is_there_is_projected_before_a_later_layer_is_waited_for(tmp_path)
             transfer.wait()
         return True
 
-    engine.behind.arrived, cache.storage.read = arrived, read
+    engine.lower_tier.arrived, cache.storage.read = arrived, read
     ask(engine, PROMPT + [3], 1)
     assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "part 2", "layer 2"]
 

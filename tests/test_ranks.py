@@ -42,8 +42,8 @@ def test_all_ranks_write_the_same_text_so_that_all_find_the_same_stop_strings(fr
     submitted, places = [], []
     for rank in range(2):
         cache = SimpleNamespace(ranks=SimpleNamespace(rank=rank), commands=[])
-        engine = Mock(behind=Mock(cache=cache), submit=submitted.append)
-        places.append(ranks.Everywhere(engine, frontend.tokenizer))
+        engine = Mock(lower_tier=Mock(cache=cache), submit=submitted.append)
+        places.append(ranks.BroadcastEngine(engine, frontend.tokenizer))
     for asked in dict(prompt=[70, 71], stop="ab"), dict(prompt="Hello"):
         places[0].submit(frontend.request(**asked))
     for words in json.loads(json.dumps(places[0].cache.commands, default=id)):
@@ -69,11 +69,11 @@ def test_another_number_of_ranks_finds_the_pages(tmp_path):
 
 # 2. The model's parts --------------------------------------------------------------------------
 
-def division(rank: int, count: int):
+def sharding(rank: int, count: int):
     """Of one of several ranks, which hears nothing of the others."""
     alone = ranks.Ranks()
     alone.rank, alone.count = rank, count
-    return ranked.Division(alone)
+    return ranked.Sharding(alone)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -82,7 +82,7 @@ def test_parts_read_from_files_make_up_the_model(name, count, tmp_path):
     name = name if name == "classroom" else str(write_model(tmp_path, name, num_key_value_heads=4, tie_word_embeddings=True))
     load = partial(checkpoint.load, name, device="cpu")
     whole, *_ = load()
-    parts = [load(division=division(rank, count))[0] for rank in range(count)]
+    parts = [load(sharding=sharding(rank, count))[0] for rank in range(count)]
     assert {part.digest for part in parts} == {whole.digest}
     for name, tensor in checkpoint.weights(whole).items():
         pieces = [checkpoint.weights(part)[name] for part in parts]
@@ -97,11 +97,11 @@ def test_parts_read_from_files_make_up_the_model(name, count, tmp_path):
 
 def test_what_does_not_divide_and_too_few_gpus_are_refused_in_a_sentence(monkeypatch):
     with pytest.raises(checkpoint.ModelError, match="3 ranks cannot divide 4 heads"):
-        checkpoint.load("classroom", device="cpu", division=division(0, 3))
+        checkpoint.load("classroom", device="cpu", sharding=sharding(0, 3))
     monkeypatch.setattr(checkpoint, "pick_device", lambda device: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(checkpoint.ModelError, match="2 ranks need as many GPUs, and here are 1"):
-        ranked.load(division(1, 2).ranks, "classroom", "auto", "auto")
+        ranked.load(sharding(1, 2).ranks, "classroom", "auto", "auto")
 
 
 # 3. Agreement ----------------------------------------------------------------------------------
@@ -111,10 +111,10 @@ def test_what_is_held_is_released_when_the_ranks_have_agreed():
     (block,) = engine.pool.allocate(1)
     transfer = Transfer("load", "a copy", 0)
     transfer.finish(0.0, 0.0)
-    engine.behind.cache.hold("load", [transfer], (engine.pool, [block]))
-    ranked.Cache.poll(engine.behind.cache)
+    engine.lower_tier.cache.hold("load", [transfer], (engine.pool, [block]))
+    ranked.Cache.poll(engine.lower_tier.cache)
     assert engine.pool.references[block] == 2, "another rank may not see it yet"
-    engine.behind.cache.poll()
+    engine.lower_tier.cache.poll()
     assert engine.pool.references[block] == 1
 
 
@@ -122,11 +122,11 @@ def test_what_a_rank_knows_and_what_all_learn_behind_the_last_layer():
     engine, copies = engines.make(cache := ranked.KVCache(ranks.Ranks(), 64, 1e9)), []
     for error, *number in (None, lambda value: 7), (OSError(),), (None,):
         copies.append(cache.agree_on(Transfer("load", "layer 2"), *number))
-        assert copies[-1].seen_here() == ranked.ON_ITS_WAY
+        assert copies[-1].local_state() == ranked.ON_ITS_WAY
         copies[-1].own.finish(0.0, 0.0, error)
         copies[-1].restoration, cache.until[engine] = engine, 1e9  # which stands for a restoration
-    assert [copy.seen_here() for copy in copies] == [ranked.ARRIVED + 7, ranked.FAILED, ranked.ARRIVED], "a copy that failed has not arrived"
-    cache.ranks.all = lambda here: False  # on another rank something is missing
+    assert [copy.local_state() for copy in copies] == [ranked.ARRIVED + 7, ranked.FAILED, ranked.ARRIVED], "a copy that failed has not arrived"
+    cache.ranks.all_true = lambda here: False  # on another rank something is missing
     assert copies[2].queue_wait(), "ranks agree behind the last layer only"
     copies[2].last = True
     with pytest.raises(TransferError):
@@ -150,12 +150,12 @@ def test_pages_that_come_from_storage_do_not_push_out_those_before_them(pages, l
         engine = engines.make(cache)
         engines.ask(engine, prompt)
         engines.evict(engine)
-    chain = engine.prefixes.extend([], prompt)
-    cache.host.evict([cache.host.block_of[prefix] for prefix in chain[left:size]])
+    chain = engine.block_keys.extend([], prompt)
+    cache.host.evict([cache.host.block_of[block_key] for block_key in chain[left:size]])
     engines.ask(engine, engines.draw(rng, 16 * (size - left) + 1))  # which takes their places
     engines.evict(engine)
     assert engines.ask(engine, prompt).found == {"cpu": 16 * size}
-    engines.settle(engine)
+    engines.wait_until_idle(engine)
     engine.close()
 
 
@@ -167,7 +167,7 @@ def test_storage_is_asked_once_and_read_for_enough_tokens():
         cache.storage.set([], []).wait(60)  # behind what was marked as used
         backend.asked.clear()
         engine.submit(Request(text[:known] + engines.draw(rng, new), 2))
-        serving.eventually(lambda: cache.under_way["save"] or engine.step())
+        serving.eventually(lambda: cache.in_flight["save"] or engine.step())
         assert backend.asked == asked
         engines.evict(engine)
         engine.evict("host")
@@ -192,7 +192,7 @@ def test_host_memory_is_counted_in_what_is_kept(monkeypatch):
     model = engines.tiny_model(kv_heads=1)  # 384 bytes of K and V a token, and 512 of states
     arguments = parser.parse_args(["--gpu-blocks=50", "--cpu-blocks=100", "--link=1"])
     monkeypatch.setattr(limits, "free_host_memory", lambda: 860_000.0)
-    assert ranked.make_engine(model, arguments, "kv").behind.cache.host.size == 100
+    assert ranked.make_engine(model, arguments, "kv").lower_tier.cache.host.size == 100
     with pytest.raises(checkpoint.ModelError, match="--cpu-blocks 94"):
         ranked.make_engine(model, arguments, "states")
 

@@ -33,7 +33,7 @@ ROUTES = [("/generate", ASK), ("/v1/chat/completions", CHAT), ("/v1/completions"
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """A client that has hung up is noticed soon."""
-    monkeypatch.setattr(servers, "SILENCE", 0.02)
+    monkeypatch.setattr(servers, "POLL_SECONDS", 0.02)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_a_request_that_is_sent_by_half_keeps_its_connection_for_a_while_and_no_
 
 
 def test_a_flood_of_halves_makes_room_for_others_and_ends_no_answer(frontend, monkeypatch):
-    monkeypatch.setattr(servers, "MOST", 2)
+    monkeypatch.setattr(servers, "MAX_REQUESTS", 2)
     monkeypatch.setattr(servers.Handler, "timeout", 2 * TIMEOUT)
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
         stream, = waiting(client, threads, ("/generate", dict(ASK, stream=True)))
@@ -387,7 +387,7 @@ def test_state_shows_who_waits_and_runs_what_the_pools_hold_and_what_was_found(f
 
 
 def test_a_conversation_goes_on_with_its_last_prompt_and_the_oldest_are_forgotten(monkeypatch):
-    monkeypatch.setattr(servers, "KNOWN", 2)
+    monkeypatch.setattr(servers, "MAX_CONVERSATIONS", 2)
     prompts = [1, 2, 3], [1, 2, 3, 4], [1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 5], [6]
     asked, numbers, last = [Request(prompt, 1) for prompt in prompts], {}, {}
     servers.owners(asked, numbers, last)
@@ -397,14 +397,14 @@ def test_a_conversation_goes_on_with_its_last_prompt_and_the_oldest_are_forgotte
 def test_a_letter_says_what_becomes_of_a_block():
     pool = Engine(blocks=8).pools["device"]
     pool.references = [0, 0, 1, 2, 1, 1, 1, 1]
-    pool.prefix_of = [None, "a", "b", "c", None, None, None, "d"]
+    pool.key_of = [None, "a", "b", "c", None, None, None, "d"]
     assert servers.block_states(pool, [([3, 2, 4], 20), ([3, 5], 10)]) == ".-usrrff"
     assert servers.block_states(pool, []) == ".-ffffff"
 
 
 def test_a_timeline_is_that_of_the_answer_with_its_plan_and_what_is_not_measured_yet_is_null_in_json(frontend):
     measured = importlib.import_module("05_bubble_free").LayerCosts(math.inf, 0.5, 0.25, math.inf)
-    plan = importlib.import_module("05_bubble_free").described("RK", measured, 9)
+    plan = importlib.import_module("05_bubble_free").describe_plan("RK", measured, 9)
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
         replies = waiting(client, threads, *[("/generate", dict(ASK, stream=stream)) for stream in (False, True)])
         for request in client.engine.asked:
@@ -443,7 +443,7 @@ def test_storage_is_shown_attached_and_detached_from_this_machine_only(client, f
     engine = Engine()
     cache = SimpleNamespace(tree=None, storage=None, open_storage=backends.open_storage)
     cache.attach_storage = lambda kept: kept and kept.open(engine.wake.set) or setattr(cache, "storage", kept)
-    engine.behind = SimpleNamespace(cache=cache)
+    engine.lower_tier = SimpleNamespace(cache=cache)
     with serving(frontend, engine) as client:
         put, url = partial(client.ask, "/storage", method="PUT"), f"file:{tmp_path}"
         assert client.ask("/storage").json["storage"] is None

@@ -9,8 +9,8 @@ import torch
 
 from common import machine as module
 from common.cache import Match
-from common.estimates import PATIENCE
-from common.link import LAST, Speed
+from common.estimates import MAX_WAIT
+from common.link import NUM_SAMPLES, Speed
 from common.machine import flops, measure
 from common.requests import Request
 from shell.modelled_link import Bandwidth, LikeA100
@@ -22,10 +22,10 @@ def test_the_fastest_of_the_last_passes_counts():
     assert measured.value == math.inf and measured.seconds(5.0) == 0.0
     assert Speed(0.0).seconds(5.0) == math.inf, "not measured"
     for units in (8.0, 4.0, 2.0):
-        measured.note(units, 2.0)
+        measured.record(units, 2.0)
     assert measured.value == 4.0 and measured.seconds(8.0) == 2.0
-    for _ in range(LAST):
-        measured.note(1.0, 1.0)
+    for _ in range(NUM_SAMPLES):
+        measured.record(1.0, 1.0)
     assert measured.value == 1.0, "it has been slower for long"
     measured.forget()
     assert measured.value == math.inf
@@ -62,7 +62,7 @@ class Changing:
         model = tiny_model(6)
         model.machine = SimpleNamespace(fastest=flops(model.config, 0, 192) / computing, projecting=1e3)
         self.engine = make(cache := offload.HostCache(64, 1e9), model=model, always_restore=False)
-        self.estimates, self.link, self.auto = self.engine.behind.estimates, cache.load_link, LikeA100(model)
+        self.estimates, self.link, self.auto = self.engine.lower_tier.estimates, cache.load_link, LikeA100(model)
         self.bytes = 12 * cache.host.block_bytes
         self.link.bandwidth = Bandwidth(self.bytes / loading)
 
@@ -74,7 +74,7 @@ class Changing:
 
     def loads(self) -> bool:
         match = self.match()
-        return bool(self.engine.behind.decide(Request([0] * 193, 1), match)) and not match.trial
+        return bool(self.engine.lower_tier.decide(Request([0] * 193, 1), match)) and not match.trial
 
 
 def test_a_prefill_that_is_faster_than_what_was_measured_at_a_busy_start_is_believed_at_once():
@@ -83,7 +83,7 @@ def test_a_prefill_that_is_faster_than_what_was_measured_at_a_busy_start_is_beli
     before = machine.auto.value
     machine.prefill(1.0)
     assert not machine.loads() and machine.auto.value == pytest.approx(3 * before), "the link follows"
-    for _ in range(LAST):
+    for _ in range(NUM_SAMPLES):
         machine.prefill(3.0)
     assert machine.loads() and machine.auto.value == pytest.approx(3 * before), "and never falls"
 
@@ -92,7 +92,7 @@ def test_few_rows_count_only_if_they_were_faster_than_believed():
     """So an engine whose every request is a hit learns of a faster machine, too."""
     machine = Changing(loading=0.5)
     few = flops(machine.engine.model.config, 176, 192) / flops(machine.engine.model.config, 0, 192)  # of its seconds
-    for _ in range(LAST):
+    for _ in range(NUM_SAMPLES):
         machine.prefill(9.0 * few, rows=16)
     assert machine.loads()
     machine.prefill(few / 4, rows=16)
@@ -104,13 +104,13 @@ def test_of_refusals_in_a_row_each_eighth_is_tried_for_a_tenth_of_computing():
     weighed = []
     for _ in range(17):
         match = machine.match()
-        most, words = machine.estimates.weigh(request, match)
+        most, words = machine.estimates.load_or_compute(request, match)
         weighed.append((round(most, 6), match.trial, words.split()[-1]))
     refused, tried = (0.0, False, "computed"), (0.1, True, "tried")
     assert weighed == 7 * [refused] + [tried] + 7 * [refused] + [tried, refused]
     assert machine.engine.counts["declined"] == 0
     machine.estimates.always = True
-    assert machine.estimates.weigh(request, machine.match())[0] == PATIENCE
+    assert machine.estimates.load_or_compute(request, machine.match())[0] == MAX_WAIT
 
 
 def test_a_trial_that_is_late_costs_its_tenth_and_no_grace():
@@ -125,7 +125,7 @@ def test_a_trial_that_is_late_costs_its_tenth_and_no_grace():
         request = ask(engine, prompt, 1, cache_salt="", offload_after=False)
         assert request.outcome.source == "miss" and len(seen) == (number == 7)
         engine.evict("device")
-    compute = engine.behind.estimates.seconds_to_compute(0, 288)
+    compute = engine.lower_tier.estimates.seconds_to_compute(0, 288)
     (restoration,) = seen
     assert restoration.grace == 0.0 and restoration.deadline <= request.received + compute
     assert any("is late: computed" in words for words in request.decisions)
@@ -137,7 +137,7 @@ def test_a_pass_of_few_rows_that_waits_for_copies_leaves_a_core_to_them(monkeypa
     for name, less in ("host", True), ("hidden", False):
         engine = make(name)
         ask_and_evict(engine, prompt, 1)
-        engine.behind.threads, used = 4, []
+        engine.lower_tier.threads, used = 4, []
         monkeypatch.setattr(torch, "set_num_threads", set_to.append)
         forward = engine.runner.forward
         engine.runner.forward = lambda work, before, run=forward, used=used: (run(work, before), used.append(set_to[-1]))[0]
@@ -152,9 +152,9 @@ def test_a_pass_of_few_rows_that_waits_for_copies_leaves_a_core_to_them(monkeypa
 # Beliefs that refuse -----------------------------------------------------------------------------
 
 BELIEFS = {  # what was slow for eight restorations -> of an engine, where that is noted
-    "link": lambda engine: engine.behind.cache.load_link.measured,
-    "projecting": lambda engine: engine.behind.cache.projecting,
-    "reading": lambda engine: getattr(engine.behind.cache.storage, "storages", [engine.behind.cache.storage])[0].measured,
+    "link": lambda engine: engine.lower_tier.cache.load_link.measured,
+    "projecting": lambda engine: engine.lower_tier.cache.projecting,
+    "reading": lambda engine: getattr(engine.lower_tier.cache.storage, "storages", [engine.lower_tier.cache.storage])[0].measured,
 }
 
 
@@ -163,12 +163,12 @@ BELIEFS = {  # what was slow for eight restorations -> of an engine, where that 
     ("both", "reading"), ("tiered", "reading")])  # fmt: skip
 def test_what_was_slow_is_loaded_again_within_ten_asks(name, belief):
     engine, prompt = make(name, always_restore=False), draw(random.Random(1), 450)
-    engine.behind.estimates.learn = lambda *work: None
-    engine.behind.estimates.computing.note(flops(engine.model.config, 0, 450), 10.0)
+    engine.lower_tier.estimates.learn = lambda *work: None
+    engine.lower_tier.estimates.computing.record(flops(engine.model.config, 0, 450), 10.0)
     ask(engine, prompt, 1)
     check_pools(engine)
     for _ in range(8):
-        BELIEFS[belief](engine).note(1.0, 1e3)
+        BELIEFS[belief](engine).record(1.0, 1e3)
     tiers = []
     for _ in range(10):
         evict(engine)

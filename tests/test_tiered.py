@@ -27,7 +27,17 @@ from shell import backends, cli
 from shell.modelled_link import Bandwidth
 from shell.ranks import Ranks
 from tests.support import engines, traffic
-from tests.support.engines import ask, check_pools, draw, evict, make, settle, tiered, tiers, until_over
+from tests.support.engines import (
+    ask,
+    check_pools,
+    draw,
+    evict,
+    make,
+    tiered,
+    tiers,
+    until_over,
+    wait_until_idle,
+)
 from tests.support.faults import faulty
 from tests.support.redis_server import redis_server
 
@@ -66,7 +76,7 @@ def engine_on(
     cache = tiered(host, prefetch, write, backend, **{"threshold": 1, **options})
     engine = make(cache, blocks, size)
     yield engine
-    settle(engine)
+    wait_until_idle(engine)
     check_pools(engine)
     check_tree(cache.tree, cache)
     engine.close()
@@ -93,7 +103,7 @@ def forget(engine):
     """Only storage has anything."""
     evict(engine)
     engine.evict("host")
-    settle(engine)
+    wait_until_idle(engine)
 
 
 @contextmanager
@@ -104,7 +114,7 @@ def only_stored(tokens=200, prefetch="wait_complete", write="write_through", **o
     with engine_on(shelf, prefetch, write, **options) as engine:
         for prompt in prompts:
             right(engine, prompt)
-            settle(engine)  # all is written before the next one takes its places
+            wait_until_idle(engine)  # all is written before the next one takes its places
         forget(engine)
         yield engine, shelf, prompt if isinstance(tokens, int) else prompts
         shelf.open.set()
@@ -112,19 +122,19 @@ def only_stored(tokens=200, prefetch="wait_complete", write="write_through", **o
 
 def forget_from(engine, prompt: list[int], page: int):
     """Host memory loses a prompt's pages from this one on."""
-    for prefix in engine.prefixes.extend([], prompt)[page:]:
-        engine.behind.cache.host.evict([engine.behind.cache.host.block_of[prefix]])
+    for block_key in engine.block_keys.extend([], prompt)[page:]:
+        engine.lower_tier.cache.host.evict([engine.lower_tier.cache.host.block_of[block_key]])
 
 
 def slow_storage(engine, tokens: int):
     """As far as the engine knows, computing so many tokens takes 1 s, and reading a page much longer."""
-    estimates, reader = engine.behind.estimates, engine.behind.cache.storage.reader
+    estimates, reader = engine.lower_tier.estimates, engine.lower_tier.cache.storage.reader
     estimates.always, estimates.doubtful = False, False
     estimates.computing.forget()
-    estimates.computing.note(flops(engine.model.config, 0, tokens), 1.0)
-    reader.settle()
+    estimates.computing.record(flops(engine.model.config, 0, tokens), 1.0)
+    reader.reap_completed()
     reader.measured.forget()
-    reader.measured.note(1e3, 1.0)
+    reader.measured.record(1e3, 1.0)
 
 
 # 1. The tree -----------------------------------------------------------------------------------
@@ -136,61 +146,61 @@ def check_tree(tree, cache=None):
             assert child.parent is node and child.pages and child.pages[0] is first
             assert all(later.parent is earlier for earlier, later in zip(child.pages, child.pages[1:])), "a gap"
             assert node is tree.root or first.parent is node.pages[-1], "a gap between two nodes"
-            assert len(child.places) in (0, len(child.pages)), "a place for each page, or none"
+            assert len(child.host_blocks) in (0, len(child.pages)), "a place for each page, or none"
             assert len(node.children) > 1 or child.state != node.state or node is tree.root, "one span, not two"
     assert sum(len(node.pages) for node in tree.nodes()) == tree.size, "pages that nobody finds"
     if cache:
         near = {page for node in tree.nodes() if node.device for page in node.pages}
         assert near == set(cache.pool.block_of), "what the device has"
-        places = {page: place for node in tree.nodes() for page, place in zip(node.pages, node.places)}
+        places = {page: place for node in tree.nodes() for page, place in zip(node.pages, node.host_blocks)}
         assert places == cache.host.block_of, "what host memory has, and where"
 
 
 def test_the_tree_says_of_each_page_what_a_dictionary_says():
-    rng, prefixes, tree, known = random.Random(0), paged.Prefixes("", 1), tiers.HiRadixTree(), {}
+    rng, block_keys, tree, known = random.Random(0), paged.BlockKeys("", 1), tiers.HiRadixTree(), {}
     for number in range(600):
-        chain = prefixes.extend([], [rng.randrange(3) for _ in range(rng.randrange(1, 12))])
+        chain = block_keys.extend([], [rng.randrange(3) for _ in range(rng.randrange(1, 12))])
         expected = 0
         while expected < len(chain) and chain[expected] in known:
             expected += 1
         first = rng.randrange(expected + 1)  # a run may begin anywhere that is known
         found = [(node, page, place) for node, part in tree.spans(chain[first:])
-                 for page, place in zip(node.pages[part], (node.places or [None] * len(node.pages))[part])]  # fmt: skip
+                 for page, place in zip(node.pages[part], (node.host_blocks or [None] * len(node.pages))[part])]  # fmt: skip
         assert [(page, bool(node.parent)) for node, page, _ in found] == [(page, page in known) for page in chain[first:]]
-        states = [known.get(page, dict(device=False, places=None, stored=False)) for page in chain[first:]]
-        assert [dict(device=node.device, places=place, stored=node.stored) for node, _, place in found] == states
-        run, tier = chain[rng.randrange(expected + 1) :] or chain, rng.choice(["device", "places", "stored"])
-        prefixes.use(chain)
+        states = [known.get(page, dict(device=False, host_blocks=None, stored=False)) for page in chain[first:]]
+        assert [dict(device=node.device, host_blocks=place, stored=node.stored) for node, _, place in found] == states
+        run, tier = chain[rng.randrange(expected + 1) :] or chain, rng.choice(["device", "host_blocks", "stored"])
+        block_keys.use(chain)
         if rng.random() < 0.7:
             has = rng.random() < 0.6
-            state = {page: number + at if tier == "places" else True for at, page in enumerate(run) if has}
+            state = {page: number + at if tier == "host_blocks" else True for at, page in enumerate(run) if has}
             for node in tree.change(set(run)):
-                setattr(node, tier, [state[page] for page in node.pages if has] if tier == "places" else has)
+                setattr(node, tier, [state[page] for page in node.pages if has] if tier == "host_blocks" else has)
             for page in chain:
-                known.setdefault(page, dict(device=False, places=None, stored=False))
+                known.setdefault(page, dict(device=False, host_blocks=None, stored=False))
                 if page in run:
-                    known[page][tier] = state.get(page, None if tier == "places" else False)
+                    known[page][tier] = state.get(page, None if tier == "host_blocks" else False)
         if rng.random() < 0.1:  # what no tier near has is forgotten, from the ends
-            keep = set(rng.sample(sorted(known, key=lambda page: page.key), len(known) // 2))
+            keep = set(rng.sample(sorted(known, key=lambda page: page.digest), len(known) // 2))
             tree.forget(keep)
             left = {page for node in tree.nodes() for page in node.pages}
             gone = [state for page, state in known.items() if page not in left]
-            assert not keep - left and not any(state["device"] or state["places"] is not None for state in gone)
+            assert not keep - left and not any(state["device"] or state["host_blocks"] is not None for state in gone)
             ends = [node for node in tree.nodes() if not node.children]
-            assert all(node.near or keep & {*node.pages} for node in ends), "an end that nobody wants"
+            assert all(node.is_local or keep & {*node.pages} for node in ends), "an end that nobody wants"
             known = {page: known[page] for page in left}
         check_tree(tree)
     assert len(tree.nodes()) < tree.size, "pages that follow each other share a node"
 
 
 def test_a_match_looks_at_the_nodes_on_its_path_only():
-    prefixes, tree = paged.Prefixes("", 1), tiers.HiRadixTree()
+    block_keys, tree = paged.BlockKeys("", 1), tiers.HiRadixTree()
     for number in range(400):
-        tree.take(prefixes.extend([], [7, 7, number, *range(number, number + 47)]))
+        tree.take(block_keys.extend([], [7, 7, number, *range(number, number + 47)]))
     assert tree.size > 18_000
     for node in (nodes := [tree.root, *tree.nodes()]):
         node.children = Mock(wraps=node.children)
-    found = tree.spans(prefixes.extend([], [7, 7, 5, *range(5, 52)]))
+    found = tree.spans(block_keys.extend([], [7, 7, 5, *range(5, 52)]))
     assert sum(len(node.pages[part]) for node, part in found) == 50
     assert sum(node.children.get.call_count for node in nodes) == 2
 
@@ -204,7 +214,7 @@ def test_write_through_selective_counts_requests_that_come_together_and_a_preemp
         prompt, engine.token_budget = draw(rng, 100), 512 if together else 3
         alone = [Request(draw(rng, 31), 60), Request(draw(rng, 150), 4)]
         engine.generate([Request([*prompt, number], 2) for number in range(3)] if together else alone)
-        settle(engine)
+        wait_until_idle(engine)
         assert len(shelf) == (6 if together else 0) and bool(engine.counts["preemptions"]) != together
 
 
@@ -216,7 +226,7 @@ def test_what_a_crash_costs(write):
     with engine_on(shelf, write=write) as engine:
         for prompt in (twice, once, twice):
             right(engine, prompt)
-            settle(engine)
+            wait_until_idle(engine)
         left = len(shelf)
         assert bool(engine.counts["swap_outs"]) == (write != "write_back")
     assert left == dict(write_through=12, write_through_selective=6, write_back=0)[write]
@@ -227,7 +237,7 @@ def test_what_a_crash_costs(write):
 @pytest.mark.parametrize("fault", ["none", "set", "one", "host"])
 def test_what_leaves_all_tiers_is_counted(write, fault, monkeypatch):
     """Fourteen prompts on tiers that hold three: what is in none at the end, and was to be, was lost."""
-    monkeypatch.setattr("common.link.HANGING", 60.0)  # the machine may be busy
+    monkeypatch.setattr("common.link.HANG_SECONDS", 60.0)  # the machine may be busy
     shelf, rng = Shelf(), random.Random(0)
     with engine_on(shelf, write=write, blocks=24, host=2 if fault == "host" else 30) as engine:
         keep = shelf.set
@@ -236,10 +246,10 @@ def test_what_leaves_all_tiers_is_counted(write, fault, monkeypatch):
         prompts = [draw(rng, 300) for _ in range(14)]
         for prompt in prompts:
             right(engine, prompt)
-            settle(engine)  # however busy this machine is
+            wait_until_idle(engine)  # however busy this machine is
         for tier in ("device", "host"):
             engine.evict(tier)
-            settle(engine)
+            wait_until_idle(engine)
         wanted = 0 if write == "write_through_selective" else 14 * 18
         assert len(shelf) + engine.counts["pages_lost"] == wanted, engine.counts
         assert engine.counts["pages_lost"] == 0 or fault != "none", "storage is fast, and nothing fails"
@@ -249,7 +259,7 @@ def test_what_leaves_all_tiers_is_counted(write, fault, monkeypatch):
             assert counts["dirty_evicted"] == counts["pages_written"] == 2 * wanted
             assert counts["storage_pages_written"] == wanted
             assert right(engine, prompts[0]).found == {"storage": 288}
-        keys = [[prefix.key.hex() for prefix in engine.prefixes.extend([], prompt)] for prompt in prompts]
+        keys = [[block_key.digest.hex() for block_key in engine.block_keys.extend([], prompt)] for prompt in prompts]
         gaps = [key for chain in keys for before, key in zip(chain, chain[1:])
                 if key in shelf.pages and before not in shelf.pages]  # fmt: skip
         assert not gaps or engine.counts["pages_lost"], "nothing is written behind a gap"
@@ -272,14 +282,14 @@ def test_a_copy_out_that_failed_or_was_not_begun_is_begun_later_and_leaves_no_ga
     with engine_on(shelf) as engine:
         engine.submit(request := Request(draw(rng, 100), 40))
         if not fails:
-            engines.believe_slow(engine.behind.cache.save_link)
+            engines.believe_slow(engine.lower_tier.cache.save_link)
         with faulty(rng, failing=float(fails), lanes=["save"]) as faults:
             assert steps(engine, lambda: len(request.new) == 2)
-        assert bool(faults.failed) == fails and not engine.behind.cache.host.block_of
-        engine.behind.cache.save_link.measured.forget()
+        assert bool(faults.failed) == fails and not engine.lower_tier.cache.host.block_of
+        engine.lower_tier.cache.save_link.measured.forget()
         until_over(engine, request)
-        settle(engine)
-        assert len(engine.behind.cache.host.find(request.chain)) == len(shelf) == 8
+        wait_until_idle(engine)
+        assert len(engine.lower_tier.cache.host.find(request.chain)) == len(shelf) == 8
 
 
 @pytest.mark.parametrize("device, host, pages, held", [(54, 34, 20, 0), (54, 6, 6, 6), (54, 6, 20, 0)])
@@ -287,23 +297,23 @@ def test_what_found_no_room_is_sent_down_when_there_is_though_its_request_is_ove
     """Five prompts at once: storage has room for all, and what is newer in host memory goes for what is older."""
     shelf, rng, other = Shelf(), random.Random(0), Transfer("load", "another's")
     with engine_on(shelf, blocks=device, host=host) as engine:
-        cache = engine.behind.cache
+        cache = engine.lower_tier.cache
         cache.hold("load", [other], given=[(cache.host, cache.host.allocate(held))])
         engine.generate([Request(draw(rng, 16 * pages), 1) for _ in range(5)])
         other.finish(0.0, 0.0)
-        settle(engine)
-        below = (node.pages for node in cache.tree.nodes() if node.places or node.stored)
-        assert not set(engine.pool.block_of).difference(*below) and not cache.owed
+        wait_until_idle(engine)
+        below = (node.pages for node in cache.tree.nodes() if node.host_blocks or node.stored)
+        assert not set(engine.pool.block_of).difference(*below) and not cache.pending_saves
         assert len(shelf) + engine.counts["pages_lost"] == 5 * pages
 
 
 def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counted(monkeypatch):
-    monkeypatch.setattr("common.link.HANGING", 0.05)
+    monkeypatch.setattr("common.link.HANG_SECONDS", 0.05)
     shelf, rng = Shelf(), random.Random(0)
     with engine_on(shelf, write="write_back", blocks=16, host=4) as engine:
         shelf.set = lambda keys, values: shelf.open.wait(60)
         shelf.open.clear()
-        cache, asked = engine.behind.cache, []
+        cache, asked = engine.lower_tier.cache, []
         while not cache.storage.writer.hangs:
             asked.append(right(engine, draw(rng, 100)))
         asked += [right(engine, draw(rng, 100)) for _ in range(2)]
@@ -315,23 +325,23 @@ def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counte
 
 
 def test_an_eviction_waits_as_long_as_its_copy_takes_and_one_that_fails_or_is_late_is_lost_and_never_found(monkeypatch):
-    monkeypatch.setattr("common.link.HANGING", 0.05)
+    monkeypatch.setattr("common.link.HANG_SECONDS", 0.05)
     rng = random.Random(0)
     with engine_on(Shelf(), write="write_back", blocks=16, host=32) as engine:
-        link, counts = engine.behind.cache.save_link, engine.counts
+        link, counts = engine.lower_tier.cache.save_link, engine.counts
         right(engine, draw(rng, 200))
-        settle(engine)
-        link.bandwidth, fast = Bandwidth(12 * engine.behind.cache.host.block_bytes / 0.2), link.bandwidth
+        wait_until_idle(engine)
+        link.bandwidth, fast = Bandwidth(12 * engine.lower_tier.cache.host.block_bytes / 0.2), link.bandwidth
         right(engine, draw(rng, 200))
         assert counts["pages_written"] > 0 and not counts["pages_lost"]
-        settle(engine)
+        wait_until_idle(engine)
         link.bandwidth, written = fast, counts["pages_written"]
         with faulty(rng, failing=0.3, late=0.3, noisy=2, delay=0.2, lanes=["save"]) as faults:
             for prompt in rng.choices([draw(rng, 100) for _ in range(4)], k=24):
                 right(engine, prompt)
                 late = [transfer for transfer, *_ in faults.copies if not transfer.ready]
-                assert not late or any(engine.behind.cache.host.references), "it still writes there"
-            settle(engine)
+                assert not late or any(engine.lower_tier.cache.host.references), "it still writes there"
+            wait_until_idle(engine)
         assert faults.failed and faults.delayed and counts["pages_lost"] > 0 and counts["pages_written"] > written
 
 
@@ -349,26 +359,26 @@ def test_what_is_matched_does_not_go_for_its_own_requests_blocks():
 def test_a_match_ends_at_a_gap_in_host_memory_though_the_device_has_that_page():
     with engine_on(Shelf(), "best_effort", threshold=512) as engine:
         right(engine, prompt := draw(random.Random(0), 100))
-        settle(engine)
-        first, second, *_ = engine.prefixes.extend([], prompt)
+        wait_until_idle(engine)
+        first, second, *_ = engine.block_keys.extend([], prompt)
         engine.pool.evict([engine.pool.block_of[first]])
-        engine.behind.cache.host.evict([engine.behind.cache.host.block_of[second]])
+        engine.lower_tier.cache.host.evict([engine.lower_tier.cache.host.block_of[second]])
         assert right(engine, prompt).found == {"cpu": 16}
 
 
 def test_nothing_is_written_behind_a_page_that_no_tier_has():
     with engine_on(shelf := Shelf()) as engine:
         right(engine, prompt := draw(random.Random(0), 70))
-        settle(engine)
-        cache, (_, *later) = engine.behind.cache, engine.prefixes.extend([], prompt)
+        wait_until_idle(engine)
+        cache, (_, *later) = engine.lower_tier.cache, engine.block_keys.extend([], prompt)
         engine.pool.evict([engine.pool.block_of[page] for page in later])
         forget_from(engine, prompt, page=1)  # only storage has them, and loses them
         for page in later:
-            del shelf.pages[page.key.hex()]
-        cache.in_l2(later[1:], places := cache.host.allocate(2))
+            del shelf.pages[page.digest.hex()]
+        cache.add_to_l2(later[1:], places := cache.host.allocate(2))
         cache.host.release(places)
         cache.doubt(later)
-        settle(engine)
+        wait_until_idle(engine)
         cache.host.evict(places)
         assert len(shelf) == 1 and engine.counts["pages_lost"] == 2
 
@@ -390,7 +400,7 @@ def test_best_effort_waits_for_nothing_and_timeout_takes_what_has_come_by_then()
         shelf.asked, shelf.get = [], slow
         assert right(engine, prompt).found == {"storage": 64}
         shelf.open.set()
-        settle(engine)
+        wait_until_idle(engine)
         assert shelf.asked == [4, 4], "what was not begun by then is never read"
 
 
@@ -415,22 +425,22 @@ def in_line(engine, prompt: list[int]):
 
 
 def test_who_stands_in_line_finds_what_another_engine_has_written_meanwhile(monkeypatch):
-    monkeypatch.setattr(tiers, "AGAIN", 0.0)
+    monkeypatch.setattr(tiers, "RETRY_SECONDS", 0.0)
     shelf, prompt = Shelf(), draw(random.Random(0), 200)
     with engine_on(shelf, "best_effort") as engine, engine_on(shelf) as other:
         with in_line(engine, prompt) as request:
-            assert steps(engine, lambda: request.kept.answered)
+            assert steps(engine, lambda: request.memo.answered)
             for part in prompt[:100], prompt:  # it is asked again while it stands there
                 right(other, part)
-                settle(other)
-                assert steps(engine, lambda part=part: len(engine.behind.cache.host.block_of) == len(part) // 16)
+                wait_until_idle(other)
+                assert steps(engine, lambda part=part: len(engine.lower_tier.cache.host.block_of) == len(part) // 16)
         assert request.found == {"storage": 192}
 
 
 @pytest.mark.parametrize("threshold, found", [(64, {"storage": 64}), (65, {})])
 def test_what_is_less_than_the_threshold_is_not_read(threshold, found):
     with only_stored(200, threshold=threshold) as (engine, shelf, prompt):
-        shelf.pages.pop(engine.prefixes.extend([], prompt)[4].key.hex())  # behind four pages
+        shelf.pages.pop(engine.block_keys.extend([], prompt)[4].digest.hex())  # behind four pages
         assert right(engine, prompt).found == found
 
 
@@ -442,9 +452,9 @@ def slower(function, seconds: float):
 def test_from_both_ends_prefill_and_storage_meet():
     with only_stored(480, "both_ends") as (engine, shelf, prompt):
         engine.token_budget, shelf.get = 16, slower(shelf.get, 0.02)
-        engine.runner.forward, copy_in, ahead = slower(engine.runner.forward, 0.01), engine.behind.cache.copy_in, []
-        engine.behind.cache.copy_in = lambda request, start, places: ahead.append(
-            start - request.computed - dict(engine.work).get(request, 0)) or copy_in(request, start, places)  # fmt: skip
+        engine.runner.forward, copy_in, ahead = slower(engine.runner.forward, 0.01), engine.lower_tier.cache.copy_in, []
+        engine.lower_tier.cache.copy_in = lambda request, start, host_blocks: ahead.append(
+            start - request.computed - dict(engine.work).get(request, 0)) or copy_in(request, start, host_blocks)  # fmt: skip
         request = right(engine, prompt)
         assert 0 < request.found["storage"] < 464, request.found
         assert min(ahead) >= 0, "no step computes what is claimed"
@@ -454,17 +464,17 @@ def test_from_both_ends_prefill_and_storage_meet():
 def test_a_claimed_page_whose_copy_fails_at_once_is_computed():
     with only_stored(480, "both_ends") as (engine, shelf, prompt):
         engine.pool.memory.fill_(float("nan"))
-        copy_in, calls = engine.behind.cache.copy_in, []
+        copy_in, calls = engine.lower_tier.cache.copy_in, []
 
-        def fail_later(request, start, places):
+        def fail_later(request, start, host_blocks):
             calls.append(start)
             if len(calls) == 1:
-                return copy_in(request, start, places)
+                return copy_in(request, start, host_blocks)
             failed = Transfer("load", "layer 0")
             failed.finish(0.0, 0.0, RuntimeError("no"))
             return [failed]
 
-        engine.behind.cache.copy_in = fail_later
+        engine.lower_tier.cache.copy_in = fail_later
         engine.token_budget, shelf.get = 16, slower(shelf.get, 0.02)
         request = right(engine, prompt)
         assert len(calls) > 1 and engine.counts["failed_restorations"] == 1 and not request.found
@@ -473,15 +483,15 @@ def test_a_claimed_page_whose_copy_fails_at_once_is_computed():
 @pytest.mark.parametrize("found", [{}, {"storage": 464}])
 def test_before_both_ends_has_begun_storage_brings_all_or_fails(found):
     with only_stored(480, "both_ends", host=64) as (engine, shelf, prompt):
-        shelf.get, offer = shelf.get if found else Mock(side_effect=OSError), engine.behind.cache.offer
-        engine.behind.cache.offer = lambda request: ([read.over.wait(60) for read in request.kept.reads], offer(request))[1]
+        shelf.get, offer = shelf.get if found else Mock(side_effect=OSError), engine.lower_tier.cache.offer
+        engine.lower_tier.cache.offer = lambda request: ([read.completed.wait(60) for read in request.memo.reads], offer(request))[1]
         engine.submit(request := Request(prompt, 4))
         assert steps(engine, lambda: request.outcome, 500) and request.found == found and ORACLE.judge(request) != "wrong"
 
 
 def test_before_a_page_that_host_memory_has_lost_both_ends_claims_nothing(monkeypatch):
     with only_stored(480, "both_ends") as (engine, shelf, prompt):
-        host, last, poll = engine.behind.cache.host, engine.prefixes.extend([], prompt)[28], engines.offload.HostCache.poll
+        host, last, poll = engine.lower_tier.cache.host, engine.block_keys.extend([], prompt)[28], engines.offload.HostCache.poll
         engine.token_budget, shelf.get = 16, slower(shelf.get, 0.02)
         lose = lambda: host.evict([place for place in [host.block_of.get(last)] if place in host.cached])  # noqa: E731
         monkeypatch.setattr(engines.offload.HostCache, "poll", lambda cache: (poll(cache), lose()))
@@ -511,9 +521,9 @@ def test_what_came_is_used_and_what_host_memory_has_no_place_for_is_not_offered(
     with engine_on(shelf) as engine:
         right(engine, prompt)
     with engine_on(shelf, policy, host=20) as engine:
-        engine.behind.cache.hold("load", [other], given=[(engine.pools["host"], engine.pools["host"].allocate(taken))])
+        engine.lower_tier.cache.hold("load", [other], given=[(engine.pools["host"], engine.pools["host"].allocate(taken))])
         with in_line(engine, prompt) as request:
-            assert steps(engine, lambda: request.kept.ended)
+            assert steps(engine, lambda: request.memo.ended)
         other.finish(0.0, 0.0)
         assert request.found.get("storage", 0) == request.cached_tokens == found
         assert bool(request.decisions) == bool(found), "a wrong sentence"
@@ -538,8 +548,8 @@ def test_nobody_waits_for_storage_once_the_device_has_it():
     with only_stored() as (engine, shelf, prompt):
         shelf.open.clear()
         engine.submit(waits := Request(prompt, 4))
-        assert steps(engine, lambda: waits.kept and waits.kept.reads)
-        engine.behind.cache.threshold = 1 << 20  # the next one asks storage for nothing
+        assert steps(engine, lambda: waits.memo and waits.memo.reads)
+        engine.lower_tier.cache.threshold = 1 << 20  # the next one asks storage for nothing
         engine.generate([Request(prompt, 4)])
         assert steps(engine, lambda: waits.outcome, 20) and waits.found == {"gpu": 192}
 
@@ -570,7 +580,7 @@ def test_prefetches_hold_half_of_host_memory_at_most_and_the_second_waits_for_th
         for request in (asked := [Request(prompt, 2) for prompt in prompts]):
             engine.submit(request)
         steps(engine, lambda: False, 20)
-        assert 0 < sum(engine.behind.cache.host.references) <= 5
+        assert 0 < sum(engine.lower_tier.cache.host.references) <= 5
         shelf.open.set()
         until_over(engine, *asked)
         assert [request.found for request in asked] == [{"storage": 96}, {"storage": 64}]
@@ -579,12 +589,12 @@ def test_prefetches_hold_half_of_host_memory_at_most_and_the_second_waits_for_th
 
 @pytest.mark.parametrize("again", [1.0, 0.0])
 def test_what_was_read_for_a_request_that_waits_does_not_leave_for_another_ones_pages(again, monkeypatch):
-    monkeypatch.setattr(tiers, "AGAIN", again)  # seconds until storage is asked again for one that has all
+    monkeypatch.setattr(tiers, "RETRY_SECONDS", again)  # seconds until storage is asked again for one that has all
     with only_stored((100, 80), host=8) as (engine, _, prompts):
         engine.max_running = 0  # both stand in line
         for request in (asked := [Request(prompt, 2) for prompt in prompts]):
             engine.submit(request)
-        assert steps(engine, lambda: asked[0].kept and len(asked[0].kept.pages_read) == 6)
+        assert steps(engine, lambda: asked[0].memo and len(asked[0].memo.pages_read) == 6)
         steps(engine, lambda: False, 20)
         engine.max_running = 64
         until_over(engine, *asked)
@@ -597,7 +607,7 @@ def test_storage_is_asked_nothing_for_a_request_that_must_compute():
         engine.max_running = 0
         engine.submit(request := Request(prompt, 2, must_compute=True))
         steps(engine, lambda: False, 5)
-        assert not request.kept and not shelf.asked
+        assert not request.memo and not shelf.asked
         engine.max_running = 64
         until_over(engine, request)
         assert request.found == {} and ORACLE.judge(request) != "wrong"
@@ -612,19 +622,19 @@ def test_what_storage_says_too_late_is_not_read(policy):
             evict(engine)
         engine.submit(other := Request(draw(random.Random(1), 20), 99))  # between whose steps that goes on
         assert steps(engine, lambda: other.new)
-        load, cache, exists = Transfer("load", "layer 0"), engine.behind.cache, shelf.exists
+        load, cache, exists = Transfer("load", "layer 0"), engine.lower_tier.cache, shelf.exists
         cache.copy_in = lambda *_: [load]
         shelf.exists = lambda keys: shelf.open.wait(60) and exists(keys)
         shelf.asked.clear()
         shelf.open.clear()
         engine.submit(request := Request(prompt, 99))
         engine.step()
-        request.patience, engine.token_budget = 0.0, 16  # it takes many steps
+        request.wait_deadline, engine.token_budget = 0.0, 16  # it takes many steps
         assert steps(engine, lambda: request.table) and bool(request.restoration) == (policy == "best_effort")
         shelf.open.set()
-        [transfer.over.wait(60) for transfers, *_ in cache.under_way["ask"] for transfer in transfers]
+        [transfer.completed.wait(60) for transfers, *_ in cache.in_flight["ask"] for transfer in transfers]
         steps(engine, lambda: False, 5)
-        assert request.kept.answered and not request.kept.reads
+        assert request.memo.answered and not request.memo.reads
         load.finish(0.0, 0.0, RuntimeError("no"))
         until_over(engine, request, other)
         assert request.found == {} and not shelf.asked and ORACLE.judge(request) != "wrong"
@@ -644,8 +654,8 @@ def test_what_storage_lacks_is_not_read_when_it_has_left_host_memory_meanwhile()
     with only_stored() as (engine, shelf, prompt):
         right(engine, prompt[:50])
         evict(engine)  # host memory has three pages
-        for prefix in engine.prefixes.extend([], prompt)[:3]:
-            del shelf.pages[prefix.key.hex()]
+        for block_key in engine.block_keys.extend([], prompt)[:3]:
+            del shelf.pages[block_key.digest.hex()]
         shelf.asked.clear()
         exists, shelf.exists = shelf.exists, lambda keys: shelf.open.wait(60) and exists(keys)
         shelf.open.clear()
@@ -667,10 +677,10 @@ def test_engines_share_storage_whose_layouts_have_pages_of_the_same_bytes(first,
     for layout, found in (first, {}), (second, {"storage": 192} if shares else {}):
         with engine_on(shelf, layout=layout) as engine:
             assert right(engine, prompt).found == found
-            memory, page = engine.behind.cache.host.memory, engine.behind.cache.array[0]
+            memory, page = engine.lower_tier.cache.host.memory, engine.lower_tier.cache.array[0]
             assert [memory.stride(axis) for axis in tiers.LAYOUTS[layout]] == sorted(memory.stride(), reverse=True)
             assert page.flags.c_contiguous == (layout != "layer_first"), "it is read and written in one piece"
-            table = engine.pool.find(engine.prefixes.extend([], prompt))
+            table = engine.pool.find(engine.block_keys.extend([], prompt))
             kept.append(engine.pool.memory[:, :, table].clone())
     assert torch.equal(*kept) and len(shelf) == (12 if shares else 24)
 
@@ -692,13 +702,13 @@ def test_storage_that_restarts_empty_gets_its_pages_again_and_those_that_nothing
         with in_line(engine, prompt) as request:
             assert steps(engine, lambda: engine.counts["pages_lost"] == 19)
             shelf.get = get
-        settle(engine)
+        wait_until_idle(engine)
         assert len(shelf) == 29 and engine.counts["pages_lost"] == 19 and request.found == {"cpu": 160}
 
 
 @pytest.mark.parametrize("verb", ["get", "exists"])
 def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch, verb):
-    monkeypatch.setattr("common.link.HANGING", 0.05)
+    monkeypatch.setattr("common.link.HANG_SECONDS", 0.05)
     with only_stored(200, "timeout", timeout=(1e9, 0.0)) as (engine, shelf, prompt):
         does = getattr(shelf, verb)
         setattr(shelf, verb, lambda keys: shelf.open.wait(60) and does(keys))
@@ -707,15 +717,15 @@ def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch, verb
         assert steps(engine, lambda: waits.outcome, 500) and waits.found == {} and ORACLE.judge(waits) != "wrong"
         engine.submit(request := Request(draw(random.Random(1), 200), 2))
         engine.step()
-        assert not request.kept, "storage that hangs is not asked"
+        assert not request.memo, "storage that hangs is not asked"
         until_over(engine, request)
 
 
 @pytest.mark.parametrize("policy", ["wait_complete", "both_ends"])
 @pytest.mark.parametrize("verb", ["get", "exists"])
 def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(verb, policy, monkeypatch):
-    monkeypatch.setattr("common.link.HANGING", 1e9)  # it does not hang, it fails
-    monkeypatch.setattr(tiers, "AGAIN", 0.0)
+    monkeypatch.setattr("common.link.HANG_SECONDS", 1e9)  # it does not hang, it fails
+    monkeypatch.setattr(tiers, "RETRY_SECONDS", 0.0)
     with only_stored(200, policy) as (engine, shelf, prompt):
         does, broken = getattr(shelf, verb), [True]
 
@@ -734,12 +744,12 @@ def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(ve
             assert steps(engine, lambda asked=asked: asked.outcome, 500) and asked.found == {}, "nobody waits"
         broken[0] = False
         shelf.open.set()
-        settle(engine)
+        wait_until_idle(engine)
         right(engine, prompt)  # which finds out that it answers again, and writes what was doubted
-        settle(engine)
+        wait_until_idle(engine)
         forget(engine)
         assert right(engine, prompt).found == {"storage": 192} or policy == "both_ends"
-        assert not engine.behind.cache.storage.silent
+        assert not engine.lower_tier.cache.storage.silent
 
 
 @pytest.mark.parametrize("verb", ["exists", "get"])
@@ -757,16 +767,16 @@ def test_ranks_wait_once_for_pages_that_do_not_come(verb):
     for prompt, until in zip(prompts, (0.0, 1e9, 1e9)):  # those behind the first would wait for ever
         engine.submit(request := Request(prompt, 2))
         engine.step()
-        engine.behind.cache.until[request] = until
+        engine.lower_tier.cache.until[request] = until
         assert steps(engine, lambda: request.outcome, 500), "one has waited in vain, and nobody else does"
-        assert len(cache.under_way["ask"]) < 2, "nor asks"
+        assert len(cache.in_flight["ask"]) < 2, "nor asks"
     shelf.open.set()
-    settle(engine)
+    wait_until_idle(engine)
     forget(engine)
     right(engine, prompt)
-    settle(engine)
+    wait_until_idle(engine)
     forget(engine)
-    assert not engine.behind.cache.late and right(engine, prompt).found == {"cpu": 192}, "which is where storage brings it"
+    assert not engine.lower_tier.cache.late and right(engine, prompt).found == {"cpu": 192}, "which is where storage brings it"
     engine.close()
 
 
@@ -915,13 +925,13 @@ def test_what_is_used_on_the_device_is_not_the_oldest_in_storage(kind, tmp_path)
     hot, one = draw(rng, 200), draw(rng, 200)
     engine = make(cache_on(kind, tmp_path, 1.0), 60)
     ask(engine, hot)
-    settle(engine)
+    wait_until_idle(engine)
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     engine.close()
     engine = make(cache_on(kind, tmp_path, 3.4e-9 * size), 60)
     for prompt in (hot, one, *(draw(rng, 200) for _ in range(6))):
         ask(engine, prompt)
-        settle(engine)
+        wait_until_idle(engine)
         assert ask(engine, hot).outcome.source == "gpu_hit"
     engine.close()
     engine = make(cache_on(kind, tmp_path, 1.0), 60)
@@ -948,7 +958,7 @@ def test_a_folder_that_vanishes_is_made_again_and_what_does_not_fit_is_counted(k
     prompts = [draw(rng, 300), draw(rng, 300)]
     engine = make(cache_on(kind, folder, 1.0), 60)
     ask(engine, prompts[0])
-    settle(engine)
+    wait_until_idle(engine)
     if fault == "vanished":
         shutil.rmtree(folder)
     else:
@@ -956,7 +966,7 @@ def test_a_folder_that_vanishes_is_made_again_and_what_does_not_fit_is_counted(k
     for prompt in prompts[::-1] * 2:
         forget(engine)
         assert ORACLE.judge(ask(engine, prompt)) == "equal"
-        settle(engine)
+        wait_until_idle(engine)
     full, said = fault == "full", capsys.readouterr().err
     assert engine.counts["failed_restorations"] <= 1 and said.count(str(folder)) == said.count("\n") == 1
     assert ("dropped: No space" if full else "had vanished") in said and (engine.counters()["storage_errors"] > 0) == full
@@ -977,19 +987,19 @@ def test_a_damaged_file_is_never_used_and_all_that_are_gone_are_written_again(ki
     good, at = path.read_bytes(), rng.randrange(path.stat().st_size)
     engine = make(cache_on(kind, tmp_path, 1.0), 60)
     engine.extend(request := Request(prompt + [3], 4))
-    engine.behind.cache.match(request)  # which finds the file
+    engine.lower_tier.cache.match(request)  # which finds the file
     flipped = good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
     path.write_bytes(dict(flipped=flipped, cut=good[:100], another=other.read_bytes()).get(damage, b""))
     for gone in dict.fromkeys([path] * (damage == "gone") + [*tmp_path.glob("*.page")] * (damage == "all gone")):
         gone.unlink()
     engine.generate([request])
     assert ORACLE.judge(request) != "wrong" and request.cached_tokens < whole
-    settle(engine)
+    wait_until_idle(engine)
     forget(engine)
     request = ask(engine, prompt + [3], 4)
     assert ORACLE.judge(request) != "wrong" and request.cached_tokens == whole, "what was computed again replaces it"
     assert engine.counts["failed_restorations"] <= 1, "it is learned of at once"
-    settle(engine)
+    wait_until_idle(engine)
     check_pools(engine)
     engine.close()
 
@@ -1059,12 +1069,12 @@ def test_traffic_on_storages_that_fail_come_and_go(policies):
 
     def make_one(name, blocks, size, **options):
         engine = make(tiered(blocks, policies[0], "write_through", shelves[0]), blocks, size, **options)
-        engine.step = partial(change_and_step, engine.behind.cache, engine.step)
+        engine.step = partial(change_and_step, engine.lower_tier.cache, engine.step)
         return engine
 
     def change_and_step(cache, step):
         if rng.random() < 0.16:
-            known = {page.key.hex() for node in cache.tree.nodes() if node.stored for page in node.pages}
+            known = {page.digest.hex() for node in cache.tree.nodes() if node.stored for page in node.pages}
             assert known <= set(cache.storage.backend.pages if cache.storage else ()), "it has what it says"
             backends.attach_storage(cache, rng.choice([None, *map(store.Storage, shelves)]))
             cache.prefetch_policy, cache.write_policy = rng.choice(policies), rng.choice(tiers.WRITE)
@@ -1085,18 +1095,18 @@ def test_a_storage_that_hangs_is_left_for_another_one_which_gets_what_is_owed():
         shelf.close, shelf.set = closed.set, lambda *_: shelf.open.wait(60)
         right(engine, new)  # whose pages are being written
         engine.submit(request := Request(prompt, 4))
-        assert steps(engine, lambda: request.kept and request.kept.reads)
-        backends.attach_storage(engine.behind.cache, store.Storage(other))
+        assert steps(engine, lambda: request.memo and request.memo.reads)
+        backends.attach_storage(engine.lower_tier.cache, store.Storage(other))
         until_over(engine, request)
         assert request.found == {} and ORACLE.judge(request) != "wrong"
         assert steps(engine, lambda: len(other) == 24)
-        assert sum(engine.behind.cache.host.references) and not closed.is_set(), "it may still write there"
+        assert sum(engine.lower_tier.cache.host.references) and not closed.is_set(), "it may still write there"
         shelf.open.set()
-        settle(engine)
+        wait_until_idle(engine)
         assert closed.wait(60)
-        for storage, found in (engine.behind.cache.storage, {"storage": 192}), (None, {}):
+        for storage, found in (engine.lower_tier.cache.storage, {"storage": 192}), (None, {}):
             forget(engine)
-            engine.behind.cache.storage is storage or backends.attach_storage(engine.behind.cache, storage)
+            engine.lower_tier.cache.storage is storage or backends.attach_storage(engine.lower_tier.cache, storage)
             assert right(engine, prompt).found == right(engine, new).found == found
 
 
@@ -1114,10 +1124,10 @@ def test_options_of_storage_and_of_host_memory(tmp_path, capsys):
         engine = made("--storage", f"{__name__}:Shelf", "--storage-config", config, "--hicache-ratio=1.5")
         right(engine, draw(random.Random(0), 200))
         engine.close()
-        shelf = engine.behind.cache.storage.backend
-        assert shelf.secret == "sesame" and len(shelf) == 12 and engine.behind.cache.host.size == 60
-    assert (engine.behind.cache.threshold, engine.behind.cache.timeout) == (7, (3, 0.25)), "the others are the command line's"
-    assert made("--hicache-size=0.01").behind.cache.host.size == 10**7 // engine.behind.cache.host.block_bytes
+        shelf = engine.lower_tier.cache.storage.backend
+        assert shelf.secret == "sesame" and len(shelf) == 12 and engine.lower_tier.cache.host.size == 60
+    assert (engine.lower_tier.cache.threshold, engine.lower_tier.cache.timeout) == (7, (3, 0.25)), "the others are the command line's"
+    assert made("--hicache-size=0.01").lower_tier.cache.host.size == 10**7 // engine.lower_tier.cache.host.block_bytes
     for options in ["--hicache-ratio=1"], ["--hicache-size=1", "--cpu-blocks=9"]:
         with pytest.raises(BadRequest, match="Give one of"):
             made(*options)

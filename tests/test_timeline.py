@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common import timeline as timelines
 from common.timeline import Clock, Span, Timeline
-from shell.charts import LANES, bubble, chart, end, write_trace
+from shell.charts import LANES, bubble, chart, duration, write_trace
 
 
 def of(*spans) -> Timeline:
@@ -28,7 +28,7 @@ def test_a_span_measured_elsewhere_is_cut_where_the_lane_was_idle_and_at_the_beg
     began = timeline.began
     timeline.add("compute", "prefill 7", began + 1, began + 9, [(began + a, began + b) for a, b in idle])
     assert [(round(span.start, 6), round(span.end, 6)) for span in timeline.spans] == expected
-    assert end(timeline) == pytest.approx(9)
+    assert duration(timeline) == pytest.approx(9)
     timeline.spans.clear()  # what began before the timeline is cut off
     timeline.add("load", "layer 0", timeline.began - 4, timeline.began - 2)
     timeline.add("load", "layer 1", timeline.began - 4, timeline.began + 2)

@@ -15,7 +15,7 @@ from tests.support.serving import eventually
 PYTHON = os.environ.get("VLLM_PYTHON", sys.executable if importlib.util.find_spec("vllm") else None)
 pytestmark = pytest.mark.skipif(not PYTHON, reason="needs vLLM, here or in the interpreter VLLM_PYTHON")
 PROMPTS, OFFERED = [[first, *range(10, 201)] for first in (3, 4, 5)], 160  # six blocks; the last token is computed
-ALONE = dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_HOST_IP="127.0.0.1",
+PAD_LIMIT = dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_HOST_IP="127.0.0.1",
              VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1", VLLM_CACHE_ROOT="vllm")  # fmt: skip
 CHILD = """
 import json, os, sys
@@ -44,7 +44,7 @@ def peer(folder, **extra) -> Popen:
     options = dict(model="model", dtype="float32", enforce_eager=True, max_model_len=256, block_size=32, max_num_seqs=4,
                    kv_cache_memory_bytes=1 << 26, distributed_executor_backend="uni", kv_transfer_config=transfer)  # fmt: skip
     words = "timeout", "600", PYTHON, "-c", CHILD, json.dumps(options)
-    environment = {**os.environ, **ALONE, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, folder]))}
+    environment = {**os.environ, **PAD_LIMIT, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, folder]))}
     return Popen(words, cwd=folder, env=environment, stdin=PIPE, stdout=PIPE, stderr=open(folder / "log", "w"), text=True)
 
 

@@ -14,7 +14,7 @@ import sys
 from itertools import accumulate
 from pathlib import Path
 
-from common.estimates import WORTH
+from common.estimates import LOAD_THRESHOLD
 from shell import cli
 from tools import on_paper, paper
 
@@ -88,7 +88,7 @@ def chapter_06(chunks=8, load=4.0, compute=2.0, more=1.0, gbps=10.0):
         each = (round(number, 2) for number in (load, compute, load / compute, both))
         lengths.append((tokens, *each, f"{share:.0%}"))
     spans = [(lane, chunk, start, min(end, met)) for end, lane, chunk, start in events if start < met]
-    alike, share = both_ends.meeting(l, c)
+    alike, share = both_ends.time_to_meet(l, c)
     return dict(l=l, c=c, alike=alike, share=f"{share:.0%}"), [[("ms", *costs), *rows], lengths], [("", spans)]
 
 
@@ -97,9 +97,9 @@ def chapter_07(pages=64, read=4.0, link=0.25, compute=4.0, question=10.0, timeou
     base, more = inspect.signature(tiered.TieredCache).parameters["timeout"].default
     made = dict(base=1e3 * base, more=1e3 * more, tokens=16 * pages, default=1e3 * (base + more * pages / 64))
     made["bounded"] = min(timeout, l) + came * link + (pages - came) * compute + question
-    made["guard"] = "load" if l + pages * link <= WORTH * c else "compute"
-    made.update(waited=l + pages * link + question, met=both_ends.meeting(l, c)[0] + question)
-    return dict(made, came=came, l=l, c=c, worth=WORTH, computed=c + question), [], []
+    made["guard"] = "load" if l + pages * link <= LOAD_THRESHOLD * c else "compute"
+    made.update(waited=l + pages * link + question, met=both_ends.time_to_meet(l, c)[0] + question)
+    return dict(made, came=came, l=l, c=c, worth=LOAD_THRESHOLD, computed=c + question), [], []
 
 
 def chapter_08(weights=12.0, kv=1.5, rebuild=1.0, new=5.0, device=3, room=37):
@@ -114,7 +114,7 @@ def chapter_08(weights=12.0, kv=1.5, rebuild=1.0, new=5.0, device=3, room=37):
     blocks, costs, sizes = round(act + kvs), hybrid.Costs(1.0, new, rebuild), hybrid.Sizes(weights, kv / 2, kv)
     planner = hybrid.Planner("hybrid", costs, sizes, 1, blocks, 0)
     made = dict(act=act, kvs=kvs, link=weights + kv * kvs, processor=rebuild * (act + device), blocks=blocks)
-    lanes = {a: planner.lanes(hybrid.Plan(0, blocks - a, a, 0, device)) for a in range(blocks + 1)}
+    lanes = {a: planner.lane_seconds(hybrid.Plan(0, blocks - a, a, 0, device)) for a in range(blocks + 1)}
     chosen = sorted({0, round(act), min(lanes, key=lambda a: max(lanes[a])), blocks})
     rows = ((a, *lanes[a], max(lanes[a]), 2 * blocks - a) for a in chosen)
     return made, [steps, [("a", "link", "processor", "the step", "half blocks"), *rows]], []

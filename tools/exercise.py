@@ -64,7 +64,7 @@ def emptied(number: str) -> str:
 
 
 @contextmanager
-def noted(raised: list):
+def recorded_slips(raised: list):
     """Note in `raised` a slip inside. What chapters raise on purpose has classes of its own."""
     try:
         yield
@@ -126,15 +126,15 @@ def load(number: str, path: Path, raised: list):
     spec.loader.exec_module(module)
     for *owner, name in (name.split(".") for name, *_ in rows(number, 3)):
         place = getattr(module, owner[0]) if owner else module
-        setattr(place, name, noting(getattr(place, name), raised))
+        setattr(place, name, recording_slips(getattr(place, name), raised))
 
 
-def noting(function, raised: list):
+def recording_slips(function, raised: list):
     """The function, or generator function, which notes slips."""
     def generate(*given, **options):
-        with noted(raised):
+        with recorded_slips(raised):
             return (yield from function(*given, **options))
-    return generate if inspect.isgeneratorfunction(function) else noted(raised)(function)
+    return generate if inspect.isgeneratorfunction(function) else recorded_slips(raised)(function)
 
 
 def where(error: Exception, path: Path) -> str:

@@ -48,7 +48,7 @@ def caches(model, blocks: int) -> dict:
             "06": lambda: cake.BidirectionalCache(cake.StoredChunks(cake.ModelledStorage(size, STORAGE)))}  # fmt: skip
 
 
-def behind(model, histories: list[int], arguments, only=()):
+def after_history(model, histories: list[int], arguments, only=()):
     """Yield (what its rows have in common, rows) of all ways, one engine after the other: two may not fit."""
     for tokens in histories:
         made = caches(model, tokens // 16 + SPARE)
@@ -71,7 +71,7 @@ def cell(model, make_cache, way: str, tokens: int, arguments):
         ways |= {f"{name}, eager": partial(work, eager=True) for name, work in ways.items()}
     ask()  # computed, and kept
     for name, taken in lesson.in_turn(ways, arguments.rounds).items():
-        yield dict(way=name, link=str(getattr(engine.behind.cache, "load_link", "")), ttft_ms=measure.spread(measure.ttft(taken)),
+        yield dict(way=name, link=str(getattr(engine.lower_tier.cache, "load_link", "")), ttft_ms=measure.spread(measure.ttft(taken)),
                    allowed_ms=1e3 * allowed(engine, name, tokens), found=taken[-1].found, **launched(ways[name]))  # fmt: skip
     for number in range(OTHERS):
         engine.submit(Request(prompt[number : number + 32], 400))
@@ -100,13 +100,13 @@ def tbt(engine, prompt: list[int], new: int) -> float:
 
 def allowed(engine, way: str, tokens: int) -> float:
     """Seconds of TTFT by arithmetic, of what this engine has measured: the link's bytes/s, prefill and projection."""
-    estimates, config, layers = engine.behind.estimates, engine.model.config, len(engine.model.layers)
-    numbers, link = (config.hidden_size, config.kv_numbers_per_token // layers), getattr(engine.behind.cache, "load_link", None)
+    estimates, config, layers = engine.lower_tier.estimates, engine.model.config, len(engine.model.layers)
+    numbers, link = (config.hidden_size, config.kv_numbers_per_token // layers), getattr(engine.lower_tier.cache, "load_link", None)
     speed = link.speed() if link and way[:3] != "hit" else math.inf
     states, kv = (tokens * count * engine.model.dtype.itemsize for count in numbers)  # bytes of a layer
     question, compute = (estimates.seconds_to_compute(*span) for span in ((tokens, tokens + QUESTION), (0, tokens)))
     if way[:2] == "06":
-        return cake.meeting(layers * kv / STORAGE, compute)[0] + question
+        return cake.time_to_meet(layers * kv / STORAGE, compute)[0] + question
     project = estimates.computing.seconds(tokens * estimates.machine.projecting)
     costs = planned.LayerCosts(compute / layers, project, states / speed, kv / speed, question / layers)
     plans = {"02": "R" * layers, "04": "R" + "H" * (layers - 1), "05": planned.best_plan(layers, costs)}
@@ -125,7 +125,7 @@ def slower(model, histories: list[int], arguments):
     gbps = measure.link_of(model.device)["link_gbps"]
     for times in sorted({max(2, round(gbps / wanted)) for wanted in PCIE}):
         with slowed(times):
-            for same, rows in behind(model, histories, arguments, ("03", "04", "05")):
+            for same, rows in after_history(model, histories, arguments, ("03", "04", "05")):
                 yield dict(same, model=f"{model.name}, each byte {times} times"), rows
 
 
@@ -156,7 +156,7 @@ def batch(model, context: int, planner, bandwidth):
     found = hybrid_blocks.answer(paged.Engine(runner, None, BATCH * context, BATCH), prompts, NEW)
     ms, prefill = 1e3 * found["seconds"], found["prefill"]
     yield dict(tokens_per_second=1e3 * BATCH * NEW / ms, answers_ms=ms, prefill=prefill, step_ms=ms * (1 - prefill) / (NEW - 1),
-               allowed_ms=1e3 * max(planner.lanes(runner.plan)), plan=tuple(runner.plan))  # fmt: skip
+               allowed_ms=1e3 * max(planner.lane_seconds(runner.plan)), plan=tuple(runner.plan))  # fmt: skip
 
 
 def copies(model, histories: list[int], arguments):
@@ -170,9 +170,9 @@ def copies(model, histories: list[int], arguments):
 
 
 PARTS = {  # function, seconds at most, geometry, tokens of its histories
-    "papers": (behind, 320, "llama2-7b", [4096, 8192, 1024, 16384]), "slower": (slower, 70, "llama2-7b", [4096]),
-    "cake": (both, 50, "llama2-7b", [4096]), "returns": (behind, 95, "tinyllama", [1024, 4096]),
-    "larger": (behind, 120, "llama2-13b", [4096]), "hybrid": (mixed, 150, "llama2-13b", [1024]), "copies": (copies, 30, "tiny", [1]),
+    "papers": (after_history, 320, "llama2-7b", [4096, 8192, 1024, 16384]), "slower": (slower, 70, "llama2-7b", [4096]),
+    "cake": (both, 50, "llama2-7b", [4096]), "returns": (after_history, 95, "tinyllama", [1024, 4096]),
+    "larger": (after_history, 120, "llama2-13b", [4096]), "hybrid": (mixed, 150, "llama2-13b", [1024]), "copies": (copies, 30, "tiny", [1]),
 }  # fmt: skip
 JOBS = {part: (f"-m tools.gpu_report --part {part} --json {{path}}", limit) for part, (_, limit, *_) in PARTS.items()}
 JOBS["tests"] = "-m pytest tests/test_cuda.py", 120 if torch.cuda.is_available() else 600  # what Python runs, limit

@@ -12,13 +12,13 @@ from tests.support.stub import Engine
 
 def add_arguments(parser):
     parser.add_argument("--pause", type=cli.bounded(float, 0, 60), default=0.0, help="seconds per token")
-    parser.add_argument("--ending", type=float, default=server.ENDING, help="seconds that a server waits for a step")
+    parser.add_argument("--ending", type=float, default=server.EXIT_SECONDS, help="seconds that a server waits for a step")
 
 
 def make_engine(model, arguments):
     print("KV pool: 64 blocks", file=sys.stderr)
     engine = Engine(model, pause=arguments.pause, max_running=1)
-    engine.explain, server.ENDING = arguments.explain, arguments.ending
+    engine.explain, server.EXIT_SECONDS = arguments.explain, arguments.ending
     return engine
 
 

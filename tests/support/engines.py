@@ -143,7 +143,7 @@ def answer(model, prompt: list[int], new: int, chunk: int = baseline.PREFILL, **
 
 def believe_slow(link):
     """It was slow, and nothing is copied to learn whether it still is."""
-    link.measured.note(1.0, 1.0)
+    link.measured.record(1.0, 1.0)
     link.measured_from = 0
 
 
@@ -170,7 +170,7 @@ def ask_and_evict(engine, prompt: list[int], new: int = 6) -> Request:
     return request
 
 
-def settle(engine, seconds: float = 30.0):
+def wait_until_idle(engine, seconds: float = 30.0):
     """Step until nothing is under way. Fails if that takes too long: something was never released."""
     until = time.perf_counter() + seconds
     while engine.busy:
@@ -180,17 +180,17 @@ def settle(engine, seconds: float = 30.0):
 
 def evict(engine):
     """The device loses all that is cached, when what is under way is over; and that is over, too."""
-    settle(engine)
+    wait_until_idle(engine)
     engine.evict("device")
-    settle(engine)
+    wait_until_idle(engine)
 
 
 def check_pools(engine):
     """Settle: then no block is referenced, and index, free and cached blocks agree."""
-    settle(engine)
+    wait_until_idle(engine)
     for name, pool in engine.pools.items():
         assert not any(pool.references), f"{name}: references are left"
-        found = {prefix: block for block, prefix in enumerate(pool.prefix_of) if prefix is not None}
+        found = {block_key: block for block, block_key in enumerate(pool.key_of) if block_key is not None}
         assert found == pool.block_of, f"{name}: what finds blocks differs from what they hold"
         assert set(found.values()) == set(pool.cached), f"{name}: cached blocks and found ones differ"
         assert all(pool.free[block] == (block not in pool.cached) for block in range(pool.size))
@@ -210,14 +210,14 @@ class Oracle:
         tokens, ties = self.known.get(tuple(prompt), ([], []))
         if len(tokens) < new:
             request, ties = Request(list(prompt), new), []
-            request.sample = lambda logits: self.note(logits, ties)
+            request.sample = lambda logits: self.record(logits, ties)
             for _ in baseline.generate(self.model, request):
                 pass
             assert len(ties) == len(request.new), "the oracle has not seen these logits"
             self.known[tuple(prompt)] = tokens, ties = request.new, ties
         return tokens[:new], ties[:new]
 
-    def note(self, logits, ties: list[bool]) -> int:
+    def record(self, logits, ties: list[bool]) -> int:
         best = logits.topk(2)
         ties.append(bool(best.values[0] - best.values[1] < self.CLOSE))
         return int(best.indices[0])
@@ -237,16 +237,16 @@ ORACLE = Oracle()
 
 def wrong_rows(engine) -> list[tuple]:
     """Hidden states in host memory that can be found, and are not what the model computes."""
-    wrong, store = [], getattr(getattr(engine.behind, "cache", None), "store", None)
-    for prefix, block in store.pool.block_of.items() if store else ():
+    wrong, store = [], getattr(getattr(engine.lower_tier, "cache", None), "store", None)
+    for block_key, block in store.pool.block_of.items() if store else ():
         tokens = []
-        while prefix:
-            tokens, prefix = [*prefix.tokens, *tokens], prefix.parent
+        while block_key:
+            tokens, block_key = [*block_key.tokens, *tokens], block_key.parent
         runner, inputs = paged.Runner(engine.model, 32), []
         request = Request(tokens, 1, table=runner.pool.allocate(runner.pool.num_blocks(len(tokens))))
         runner.forward([(request, len(tokens))], lambda *given, inputs=inputs: inputs.append(given[1]))
-        for part, layer in zip(store.parts, engine.behind.cache.layers):
-            rows = inputs[layer][-store.pool.block_size :].unflatten(1, (-1, engine.behind.cache.width))
+        for part, layer in zip(store.parts, engine.lower_tier.cache.layers):
+            rows = inputs[layer][-store.pool.block_size :].unflatten(1, (-1, engine.lower_tier.cache.width))
             far = (part[block][:, None] - rows).abs().amax(-1).amin(-1)  # a rank has some columns
             wrong += [(block, layer, row) for row in (far > 1e-2).nonzero().flatten().tolist()]
     return wrong

@@ -33,12 +33,12 @@ class Faults:
         self.copies: list[tuple[Transfer, list, list]] = []  # each with what it writes and reads
 
     def copy(self, link: Link, *what) -> Transfer:
-        dst, src, label, places = *what, *[None] * (4 - len(what))
+        dst, src, label, pairs = *what, *[None] * (4 - len(what))
         dst = [dst] if isinstance(dst, torch.Tensor) else list(dst)
         src = [src] if isinstance(src, torch.Tensor) else list(src)
-        if places:
-            dst = [side[int(block)] for side in dst for block in places.to]
-            src = [side[int(block)] for side in src for block in places.at]
+        if pairs:
+            dst = [side[int(block)] for side in dst for block in pairs.to]
+            src = [side[int(block)] for side in src for block in pairs.at]
         transfer = self.injected(link, dst, src, label) or COPY[type(link)](link, *what)
         self.copies = [copy for copy in self.copies if not copy[0].ready] + [(transfer, dst, src)]
         return transfer

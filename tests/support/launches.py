@@ -29,7 +29,7 @@ def launched(way: str, depth: int, eager=False, scattered=False) -> tuple[int, i
         for pool in engine.pools.values() if scattered else ():
             pool.release(pool.allocate(pool.size)[::3])
         for _ in range(3):
-            engines.settle(engine)
+            engines.wait_until_idle(engine)
             if way != "02":
                 engine.evict("device")
             gpu.launches = 0

@@ -28,7 +28,7 @@ RACES = {
         "a request whose copy failed gets other blocks",
         "A copy has failed, and what was to come back is computed in the same blocks: copies behind it are late,\n"
         "and still write there.",
-        Restorer, "give_up", "self.engine.requeue(request)", "self.end(request)"),
+        Restorer, "give_up", "self.engine.requeue(request)", "self.end_restoration(request)"),
     "unwritten-slot": (
         "slots that were not written are not read",
         "A short table is padded with slots that nobody has written. They are masked, and a masked score has the\n"

@@ -17,7 +17,7 @@ import torch
 from common import store
 from common.cache import Cache
 from common.llama import Llama
-from common.requests import HungUp, Request
+from common.requests import ClientDisconnected, Request
 from shell import backends, checkpoint
 from shell import ranks as processes
 from tests.support import engines, traffic
@@ -47,12 +47,12 @@ class Losing:
 
 def divided(ranks: processes.Ranks, kv_heads: int) -> Llama:
     """This rank's part of the tiny model."""
-    whole, division = engines.plain_model(kv_heads=kv_heads), ranked.Division(ranks)
-    model = Llama(division.config(whole.config), whole.dtype)
-    division.divide(model)
+    whole, sharding = engines.plain_model(kv_heads=kv_heads), ranked.Sharding(ranks)
+    model = Llama(sharding.config(whole.config), whole.dtype)
+    sharding.divide(model)
     tensors = checkpoint.weights(whole)
     for name, place in checkpoint.weights(model).items():
-        division.fill(place, name, tensors[name])
+        sharding.fill(place, name, tensors[name])
     model.digest = b"tiny"
     return model.eval().requires_grad_(False)
 
@@ -62,11 +62,11 @@ def cache_of(keep: str, ranks: processes.Ranks, model: Llama, blocks: int, backe
     if keep == "states":
         return ranked.ColumnsCache(ranks, 4 * blocks, engines.BANDWIDTH)
     if keep == "pages":
-        heads, writes = model.division.own_kv_heads, model.division.writes
+        heads, writes = model.sharding.own_kv_heads, model.sharding.writes
         cache = ranked.PageHeadCache(ranks, blocks, engines.BANDWIDTH, store.Storage(backend), heads, writes)
         cache.threshold = 32
         return cache
-    return ranked.KVCache(ranks, 4 * blocks, engines.BANDWIDTH) if keep == "kv" else ranked.OnRanks(ranks)
+    return ranked.KVCache(ranks, 4 * blocks, engines.BANDWIDTH) if keep == "kv" else ranked.SyncedCache(ranks)
 
 
 def generated(ranks, arguments):
@@ -99,7 +99,7 @@ def again(engine, prompt: list[int], *others: Request) -> Request:
     engines.evict(engine)
     request = Request(prompt, 6)
     engine.generate([*others, request])
-    oracle = engines.Oracle(engines.tiny_model(kv_heads=engine.model.division.kv_heads))
+    oracle = engines.Oracle(engines.tiny_model(kv_heads=engine.model.sharding.kv_heads))
     assert oracle.judge(request) != "wrong"
     return request
 
@@ -122,14 +122,14 @@ def declining(ranks, arguments):
     engine, prompt = engine_of(ranks, arguments), engines.draw(random.Random(0), 257)
     engines.ask(engine, prompt)
     if ranks.rank == 1:
-        engine.behind.estimates.always = False
-        engine.behind.cache.load_link.bandwidth.values = [1.0]
+        engine.lower_tier.estimates.always = False
+        engine.lower_tier.cache.load_link.bandwidth.values = [1.0]
     assert again(engine, prompt).found == {} and engine.counts["declined"] == 1
 
 
 def ending(ranks, arguments):
     """One rank ends while all step; none goes on for long."""
-    everywhere = processes.Everywhere(engine_of(ranks, arguments))
+    everywhere = processes.BroadcastEngine(engine_of(ranks, arguments))
     everywhere.step()
     if ranks.rank == 1:
         if arguments.scenario == "killed":
@@ -142,21 +142,21 @@ def ending(ranks, arguments):
 def commands(ranks, arguments):
     """What rank 0 is asked, from another thread: answers, a cancel, an eviction, the end."""
     engine = engine_of(ranks, arguments)
-    everywhere, oracle = processes.Everywhere(engine), engines.Oracle(engines.tiny_model(kv_heads=arguments.kv_heads))
+    everywhere, oracle = processes.BroadcastEngine(engine), engines.Oracle(engines.tiny_model(kv_heads=arguments.kv_heads))
     if ranks.rank:
         everywhere.follow()
-        assert engine.behind.cache.save_link.closed.is_set(), "what is on its way arrives, on every rank"
+        assert engine.lower_tier.cache.save_link.closed.is_set(), "what is on its way arrives, on every rank"
         return
     rng = random.Random(0)
     asked = [Request(engines.draw(rng, 40), 8, temperature=float(number == 3)) for number in range(12)]
     threading.Thread(target=lambda: [everywhere.submit(request) for request in asked]).start()
     while any(request.outcome is None for request in asked):
         if asked[5].outcome is None and asked[0].new:
-            everywhere.cancel(asked[5], HungUp("enough"))
+            everywhere.cancel(asked[5], ClientDisconnected("enough"))
         everywhere.step()
-    assert isinstance(asked[5].outcome, HungUp)
+    assert isinstance(asked[5].outcome, ClientDisconnected)
     assert all(oracle.judge(one) != "wrong" for number, one in enumerate(asked) if number not in (3, 5))
-    engines.settle(everywhere)
+    engines.wait_until_idle(everywhere)
     assert everywhere.evict("device") > 0 and not engine.pool.cached
     everywhere.close()
 
@@ -167,7 +167,7 @@ def sharing(ranks, arguments):
     put, backend.set = backend.set, lambda keys, values: written.extend(keys) or put(keys, values)
     engine, prompt = engine_of(ranks, arguments, backend), engines.draw(random.Random(0), 257)
     assert (again(engine, prompt).cached_tokens > 0) == arguments.found  # what has come by then
-    engines.settle(engine)
+    engines.wait_until_idle(engine)
     if not arguments.found:
         share = ranks.count // arguments.kv_heads  # ranks that have the same head
         assert len(written) == (0 if ranks.rank % share else 16), written
@@ -210,7 +210,7 @@ def main():
     for name in arguments.scenarios:
         arguments.scenario = name
         SCENARIOS[name](ranks, arguments)
-        ranks.meet()  # what fails on any of them fails here
+        ranks.barrier()  # what fails on any of them fails here
 
 
 if __name__ == "__main__":

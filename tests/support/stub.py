@@ -8,13 +8,13 @@ import importlib
 import threading
 import time
 
-from common.prefixes import Prefix
-from common.requests import Line
+from common.prefixes import BlockKey
+from common.requests import RequestQueue
 
 paged = importlib.import_module("02_paged_kv")
 
 
-class Engine(Line):
+class Engine(RequestQueue):
     fields = {"cache_salt": (lambda v: isinstance(v, str) and len(v) <= 256, "at most 256 characters")}
 
     def __init__(self, model=None, blocks: int = 64, max_running: int = 4, pause: float = 0.0):
@@ -51,7 +51,7 @@ class Engine(Line):
         self.stepping = True
         self.gate.wait()
         self.counts["steps"] += 1
-        self.tell("step", self.running, words=f"on {threading.current_thread().name}")
+        self.log_event("step", self.running, words=f"on {threading.current_thread().name}")
         self.take_arrivals()
         while self.waiting and len(self.running) < self.max_running:
             self.admit(self.waiting.popleft())
@@ -91,9 +91,9 @@ class Engine(Line):
     def release(self, request):
         self.running.remove(request)
         for block in request.table:
-            self.pools["device"].register(block, Prefix(None, (), b""))
+            self.pools["device"].register(block, BlockKey(None, (), b""))
             self.pools["device"].release([block])
 
     def close(self):
         self.closed = True
-        self.tell("close", self.running, words="in a step" if self.stepping else "between steps")
+        self.log_event("close", self.running, words="in a step" if self.stepping else "between steps")

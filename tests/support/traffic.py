@@ -14,7 +14,7 @@ from collections import Counter
 
 import torch
 
-from common.requests import HungUp, Request, Unavailable
+from common.requests import ClientDisconnected, Request, Unavailable
 from tests.support import engines
 from tests.support.faults import faulty
 
@@ -76,12 +76,12 @@ def burst(engine, rng: random.Random, prompts: list, oracle: engines.Oracle, cou
             if request.steps_to_live is not None:
                 request.steps_to_live -= 1
                 if request.steps_to_live < 0 and request.outcome is None:
-                    engine.cancel(request, HungUp("cancelled"))
+                    engine.cancel(request, ClientDisconnected("cancelled"))
                     request.steps_to_live = None
         engine.step()
     for request in asked:
         counts["requests"] += 1
-        if isinstance(request.outcome, HungUp):
+        if isinstance(request.outcome, ClientDisconnected):
             counts["cancelled"] += 1
             continue
         if isinstance(request.outcome, Exception):

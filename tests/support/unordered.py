@@ -27,7 +27,7 @@ def hold_nothing(self, lane, transfers, *held, given=(), then=lambda arrived: No
     """Cache.hold, but blocks are free at once."""
     for pool, blocks in given:
         pool.release(blocks)
-    self.under_way[lane].append((transfers, (), then))
+    self.in_flight[lane].append((transfers, (), then))
 
 
 def reads_padding(pieces, index, rows, *given, run=Pieces.run):
@@ -89,9 +89,9 @@ def pageable():
 def measured_before(speed: float = 1e9):
     """Links and processors know how fast they are, and measure nothing."""
     def measure(link):
-        link.settle()
+        link.reap_completed()
         link.measured.forget()
-        link.measured.note(speed, 1.0)
+        link.measured.record(speed, 1.0)
         return speed
 
     machine = SimpleNamespace(fastest=speed, projecting=speed / 1e6)
@@ -106,13 +106,13 @@ def scene(cache=None, length: int = 70) -> str:
     documents = [engines.draw(rng, length) for _ in range(2)]
     for number, settled in (0, False), (1, False), (0, True), (1, True), (0, False), (1, True):
         if settled:
-            engines.settle(engine)
+            engines.wait_until_idle(engine)
         engine.evict("device")
         request = Request(documents[number] + engines.draw(rng, 4), 3)
         with suppress(RequestError):  # what is not there yet may be NaN
             engine.generate([request])
         letters += "x" if oracle.judge(request) == "wrong" else "."
-    engines.settle(engine)
+    engines.wait_until_idle(engine)
     engine.close()
     return letters
 
@@ -134,7 +134,7 @@ def kernels(rounds: int = 4) -> str:
     device, host = torch.zeros(8, 64, device="cuda"), torch.zeros(8, 64, pin_memory=True)
     for number in range(1, rounds + 1):
         device.fill_(number)
-        link.copy(host, device, "out", cuda_link.Places([6, 1, 3], [0, 2, 7])).wait()
+        link.copy(host, device, "out", cuda_link.BlockPairs([6, 1, 3], [0, 2, 7])).wait()
         letters += "." if host[[6, 1, 3]].eq(number).all() else "x"
     return letters
 
