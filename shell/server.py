@@ -57,7 +57,7 @@ class Server:
 
     def __init__(self, engine, frontend, info: dict, most: int = MAX_REQUESTS):
         self.engine, self.frontend, self.info, self.most = engine, frontend, info, most
-        self.cache = getattr(getattr(engine, "lower_tier", None), "cache", None)     # below the device, if any
+        self.cache = getattr(getattr(engine, "lower_tier", None), "cache", None)   # below the device
         self.lock = threading.Lock()            # for one prompt at a time: a tokenizer may take much memory
         self.open: list[Request] = []           # submitted, and a thread reads their pieces
         self.jobs = queue.SimpleQueue()         # (function, queue of its answer), between two steps
