@@ -220,7 +220,8 @@ class TieredCache(offload.HostCache):
 
     def attach(self, engine):
         super().attach(engine)
-        self.load_link.backend = self.save_link.backend = self.io_backend
+        for link in self.load_link, self.save_link:
+            link.backend = link.backend or self.io_backend  # a link whose kernels copy wrongly has its own
         self.tree, self.host.on_evict = HiRadixTree(), self.on_evict_l2
         if self.layout == "page_first":  # other bytes than those of the other layouts: under other keys
             namespace = f"{self.model.digest.hex()} {self.model.dtype} kv page_first"

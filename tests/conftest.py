@@ -27,6 +27,7 @@ from shell import checkpoint, random_models
 from shell.frontend import Frontend
 from tests.support.stub import Engine
 
+LIMIT = 900  # seconds, of a test: what waits for something that never comes fails, and the next test begins
 machine.PAUSE = machine.OPERATIONS = 0.0  # all tests make engines, and none judges how fast one is
 
 TINY = dict(
@@ -39,6 +40,20 @@ TINY = dict(
 def pytest_addoption(parser):
     words = "a Cache of your own for tests/test_cache_contract.py"
     parser.addoption("--cache", metavar="MODULE:CLASS", help=words)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    signal.signal(signal.SIGALRM, overdue)
+    signal.alarm(LIMIT)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+
+
+def overdue(*_):
+    pytest.fail(f"This test has not ended within {LIMIT} s.")  # as no Exception: nothing contains it
 
 
 def pytest_collection_modifyitems(items):

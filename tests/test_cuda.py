@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from common import cuda_link
 from common.cuda_link import Link
 from common.link import BlockPairs, TransferError
 from common.requests import ClientDisconnected, Interrupted, Request
@@ -227,15 +228,123 @@ def test_while_nothing_runs_the_smaller_graphs_are_captured_until_a_request_come
     assert pieces.layers(max(pieces.sizes) + 1) is engine.model.layers, "more rows go without"
 
 
-@pytest.mark.parametrize("gpu", ["real" if REAL else "late"], indirect=True)
-def test_without_memory_for_graphs_kernels_are_launched_one_by_one(gpu, oracle, capsys, monkeypatch):
-    def refuse(pieces):
-        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20 GB")
+def refuse(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20 GB")
 
-    monkeypatch.setattr(Pieces, "allocate", refuse)
-    request = ask(make("host"), draw(random.Random(12), 40), 3)
-    assert oracle["host"].judge(request) != "wrong"
-    assert capsys.readouterr().err.count("no CUDA graphs here (CUDA out of memory.): kernels are launched") == 1
+
+def later(calls: int, original):
+    """-> a method that raises from its so manieth call on."""
+    left = iter(range(calls))
+    return lambda *given, **named: refuse() if next(left, None) is None else original(*given, **named)
+
+
+def changed(original, factor: float):
+    """-> a replay after which q is another."""
+    def replay(graph):
+        original(graph)
+        replay.pieces.q.mul_(factor)
+
+    return replay
+
+
+GRAPHS = {  # what is wrong -> whose it is, and what is there instead
+    "no memory": (Pieces, "allocate", lambda _: refuse),
+    "cannot be captured": (None, "capture_begin", lambda _: refuse),
+    "the second size cannot": (None, "capture_begin", functools.partial(later, 5)),
+    "cannot be replayed": (None, "replay", lambda _: refuse),
+    "raises in its first pass": (None, "replay", functools.partial(later, 5)),
+    "raises later": (None, "replay", functools.partial(later, 31)),
+    "does nothing": (None, "replay", lambda _: lambda graph: None),
+    "another result": (None, "replay", functools.partial(changed, factor=1.01)),
+    "no number": (None, "replay", functools.partial(changed, factor=float("nan"))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", ["real" if REAL else "late"], indirect=True)
+@pytest.mark.parametrize("cache", ["host", "planned"])
+@pytest.mark.parametrize("wrong", GRAPHS)
+def test_a_model_whose_graphs_are_wrong_is_computed_without_them(gpu, oracle, capsys, monkeypatch, wrong, cache):
+    owner, name, instead = GRAPHS[wrong]
+    owner = owner or torch.cuda.CUDAGraph
+    instead = instead(getattr(owner, name))
+    monkeypatch.setattr(owner, name, instead)
+    engine, rng = make(cache), random.Random(12)
+    instead.pieces = pieces = engine.runner.pieces
+    for prompt in [draw(rng, 40)] * 2 + [draw(rng, 100)]:
+        assert oracle[cache].judge(ask_and_evict(engine, prompt, 3)) != "wrong"
+    pieces.idle(lambda: False)
+    assert not pieces.graphs and pieces.layers(1) is engine.model.layers
+    (line,) = filter(None, capsys.readouterr().err.splitlines())
+    assert line.startswith("No CUDA graphs are used (") and line.endswith("one by one, and tokens take longer.")
+
+
+@pytest.mark.parametrize("gpu", ["real" if REAL else "late"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_in_each_dtype_graphs_give_what_kernels_do_and_may_add_in_another_order(gpu, dtype, monkeypatch):
+    model = engines.plain_model().to(dtype).to("cuda")
+    model.dtype, model.device = dtype, torch.device("cuda")
+    pieces = Pieces(model)
+    attend = lambda q, k, v: (q.unflatten(1, (2, 2)) + k[:, :, None] * v[:, :, None]).flatten(1, 2)  # noqa: E731
+    with torch.inference_mode():
+        for size in 1, 4, 32:
+            outs = []
+            for layers in pieces.layers(size), model.layers:
+                hidden = model.embed(torch.arange(size, device="cuda"))
+                rotation = model.rotary(torch.arange(size, device="cuda"))
+                for layer in layers:
+                    hidden = layer(hidden, rotation, attend)
+                outs.append(hidden.cpu())
+            error = torch.finfo(dtype).eps ** 0.5 * outs[1].abs().max() if REAL else 0.0
+            assert (outs[0] - outs[1]).abs().max() <= error and sorted(pieces.graphs)[-1] == size
+        for factor in 1 + 4 * torch.finfo(dtype).eps, 1.5:
+            with monkeypatch.context() as patch:
+                replay = changed(torch.cuda.CUDAGraph.replay, factor)
+                patch.setattr(torch.cuda.CUDAGraph, "replay", replay)
+                replay.pieces = Pieces(model)
+                assert replay.pieces.capture(2) == (factor < 1.5)
+
+
+VIEWS = {  # of host memory: whose kernels copy wrongly, or not at all
+    "cannot be made": lambda host, view: view(None),
+    "of other memory": lambda host, view: view(host.flip(0).pin_memory()),
+    "from which nothing leaves": lambda host, view: host.to("cuda"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", ["real" if REAL else "late copies"], indirect=True)
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("cache", ["host", "hidden", "tiered", "kernel", "hybrid"])
+def test_a_link_whose_kernels_copy_wrongly_leaves_blocks_to_the_copy_engine(gpu, oracle, capsys, monkeypatch, view, cache):
+    seen, kept = cuda_link.on_device, []
+
+    def wrong(host):
+        kept.append(VIEWS[view](host, seen))
+        return kept[-1]
+
+    monkeypatch.setattr(cuda_link, "on_device", wrong)
+    asked = tiered(64, "best_effort", "write_through", io_backend="kernel") if cache == "kernel" else None
+    engine, prompt = engines.make(asked, model=tiny_model(0, 2, "cuda")) if asked else make(cache, 64), draw(random.Random(3), 170)
+    for pool in engine.pools.values():
+        pool.release(pool.allocate(pool.size)[::3])  # none is beside another
+    for _ in range(3):
+        request = ask_and_evict(engine, prompt, 3)
+        assert oracle["hybrid" if cache == "hybrid" else "host"].judge(request) != "wrong"
+    assert engine.counts["failed_restorations"] == 0 and (cache == "hybrid" or request.cached_tokens >= 160)
+    (line,) = filter(None, capsys.readouterr().err.splitlines())
+    assert line.startswith("No kernel copies between host memory and the GPU (") and "one by one" in line
+    links = engine.runner if cache == "hybrid" else engine.lower_tier.cache
+    assert links.load_link.backend == links.save_link.backend == "direct"
+
+
+@pytest.mark.parametrize("gpu", ["real" if REAL else "late"], indirect=True)
+@pytest.mark.parametrize("error", [AttributeError, AssertionError, OSError])
+def test_a_gpu_that_cannot_be_divided_copies_on_any_stream(gpu, monkeypatch, error):
+    def divided(**_):
+        raise error
+
+    monkeypatch.setattr(torch.cuda.green_contexts.GreenContext, "create", divided)
+    link = hardware.connect("load", Clock("cuda"))
+    assert isinstance(link.stream, torch.cuda.Stream) and link.backend is None
 
 
 @pytest.mark.parametrize("gpu", ["real"] if REAL else [name for name in streams.SCHEDULES if name != "early"], indirect=True)

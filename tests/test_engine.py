@@ -246,16 +246,20 @@ def test_an_engine_without_requests_sleeps_until_somebody_comes(made):
 
 
 def test_an_engine_that_waits_for_a_copy_sleeps_too():
-    def arrive(transfer):
-        transfer.finish(0.0, 0.0)
-        engine.wake.set()
-
-    engine = make(RowCache(lambda transfer: threading.Timer(0.05, arrive, [transfer]).start()))
+    """Each copy arrives when the engine has slept three times."""
+    engine, issued, slept = make(RowCache(lambda transfer: issued.append(transfer))), [], []
     ask_and_evict(engine, PROMPT)
-    slept, sleep = [], engine.sleep
-    engine.sleep = lambda *seconds: slept.append(seconds) or sleep(*seconds)
+    wait = engine.wake.wait
+
+    def arrive(seconds=None):
+        slept.append(seconds)
+        if issued and len(slept) % 3 == 0:
+            issued.pop(0).finish(0.0, 0.0)
+        return wait(seconds)
+
+    engine.wake.wait = arrive
     request = ask(engine, PROMPT + [5])
-    assert request.found == {"rows": 205} and len(slept) < 60, "it does not spin"
+    assert request.found == {"rows": 205} and slept == [0.02] * 9, "it does not spin"
 
 
 def test_explain_prints_a_line_for_each_verb(capsys):

@@ -236,7 +236,7 @@ def test_when_a_rank_has_ended_all_end_with_a_sentence(how, words, tmp_path):
 def test_what_cannot_start_is_one_sentence(words, environment, sentence, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         given = {name: value.replace("taken", str(taken.getsockname()[1])) for name, value in environment.items()}
-        done = forked.run(tmp_path, "09_tensor_parallel.py", *words, timeout=60, **given)
+        done = forked.run(tmp_path, "09_tensor_parallel.py", *words, timeout=300, **given)
     assert done.returncode == 1 and done.stderr.startswith(f"09_tensor_parallel: {sentence}") and done.stderr.count("\n") == 1
 
 
@@ -244,7 +244,7 @@ def test_ctrl_c_ends_all(tmp_path):
     process = forked.start(tmp_path, "09_tensor_parallel.py", "--port", "0")
     serving.eventually(lambda: "serves" in (tmp_path / "stdout").read_text())
     os.kill(process.pid, signal.SIGINT)
-    process.join(60)
+    process.join(300)
     assert process.exitcode == 130 and (tmp_path / "stderr").read_text().endswith("\nInterrupted.\n")
 
 

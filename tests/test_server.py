@@ -166,7 +166,7 @@ def half_open(client) -> socket.socket:
 @pytest.mark.parametrize("more", [b"", b"X", b"\r\n\r\n{", b"\r\n\r\n{}       "])
 def test_a_request_that_is_sent_by_half_keeps_its_connection_for_a_while_and_no_stream_is_cut_meanwhile(
         frontend, monkeypatch, caplog, more):
-    monkeypatch.setattr(servers.Handler, "timeout", 0.1)
+    monkeypatch.setattr(servers.Handler, "timeout", 1.0)  # in which the stream is asked for
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
         stream, = waiting(client, threads, ("/generate", dict(ASK, stream=True)))     # as behind a long step
         with half_open(client) as half, suppress(ConnectionError):

@@ -170,7 +170,7 @@ def ask_and_evict(engine, prompt: list[int], new: int = 6) -> Request:
     return request
 
 
-def wait_until_idle(engine, seconds: float = 30.0):
+def wait_until_idle(engine, seconds: float = 300.0):
     """Step until nothing is under way. Fails if that takes too long: something was never released."""
     until = time.perf_counter() + seconds
     while engine.busy:
