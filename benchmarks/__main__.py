@@ -1,7 +1,7 @@
 """All benchmarks, one after the other, then every claim beside what this machine has measured.
 
     python -m benchmarks --quick                some of them, in their shortest form
-    python -m benchmarks                        all: some 40 minutes on two cores
+    python -m benchmarks                        all: less than 40 minutes on two cores
     python -m benchmarks --only tiered ranks    these; what the others found last stays
     python -m benchmarks --list                 the commands; nothing runs
 
@@ -23,14 +23,15 @@ from benchmarks.measure import RESULTS, device_name
 # benchmark: minutes that it should take on two cores; options of the quick run, None: left out
 PARTS = {
     "baseline": (2, "--model classroom --rounds 2"),
-    "engine": (3, "--only throughput host --model classroom --rounds 1"),
-    "planned": (3, "--model classroom --histories 1024 --rounds 2"),
-    "variants": (3, None),
-    "outside": (13, None),
-    "both_ends": (5, "--only grid --model classroom --histories 1024 --r 4 1 0.5 --share --rounds 2"),
-    "tiered": (6, "--only policies match --model classroom --rounds 1"),
+    "engine": (2, "--only throughput host --model classroom --rounds 1"),
+    "planned": (6, "--model classroom --histories 1024 --rounds 2"),
+    "variants": (4, None),
+    "outside": (8, None),
+    "both_ends": (4, "--only grid --model classroom --histories 1024 --r 4 1 0.5 --share --rounds 2"),
+    "tiered": (6, "--only policies --model classroom --rounds 1"),
     "hybrid_blocks": (6, "--only grid --model classroom --f 1.25 --context 128 --rounds 1"),
     "ranks": (1, "--model classroom --ranks 1 2 --rounds 2"),
+    "real_storage": (4, None),
 }
 
 

@@ -4,12 +4,15 @@
     python -m benchmarks.both_ends --only grid --model classroom --histories 1024 --r 1
 
 grid      TTFT of a question of 16 tokens behind a history that only storage has. Loading takes r times as long as
-          computing does alone, and the prefill has a share of each step: others' prompts take the rest. The bound
-          is h + s l c / (l + s c): h a device hit; l and c loading and computing alone as measured, less h; s what
-          computing is slowed by the loader beside it, of which nothing is taken (Figure 7).
+          computing does alone, and the prefill has a share of each step: others' prompts take the rest.
+          Where the share is all, loading alone is asked in turn with both others. The bound is a device hit, and the time
+          until both ends meet: loading and computing alone as measured, less the hit; early tokens cost less to compute
+          than late ones; and computing is slowed by the loader beside it, of which nothing is taken (Figure 7).
+lengths   the same over lengths, at one bandwidth (Figure 5b): the share that is computed.
 steps     What each step of 256 tokens takes, computing alone (Figure 3), and K and V a second that this makes, beside
           reading them from a file and copying them in memory (Figure 2).
-bits      16 and 8 bits in a 16-bit model: TTFT, tokens that agree, and the largest error of K and V.
+bits      8 bits beside those of the model, 16 where the processor multiplies them: TTFT, tokens that agree, and the
+          largest error of K and V; with all of a step, and with half of it.
 
 Shares are the paper's (appendix C), 10, 50 and 90 %, at three r: 2, 5 and 10 Gbit/s make r = 16, 6.6 and 3.3 on an A100 (14K tokens).
 """
@@ -28,13 +31,15 @@ from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread, ttft
 from benchmarks.planned import both_ends, engine_of
 from common import link as links
+from common.machine import flops
 from common.requests import ClientDisconnected, Request
 from common.store import StoredChunks
 from shell import checkpoint, lesson, modelled_link
 
 CHUNK = both_ends.CHUNK
-RATIOS, FEW, SHARES, SHARED = [16, 8, 4, 2, 1, 0.5, 0.25], [2, 1, 0.5], [0.9, 0.5, 0.1], [16, 8, 4]  # SHARED: r of all shares
-HISTORIES = {"classroom": {1024: RATIOS, 1984: FEW}, "random:long": {1024: FEW}}  # tokens -> r
+RATIOS, FEW, SHARES, SHARED = [4, 2, 1, 0.5, 0.25], [2, 1, 0.5], [0.9, 0.5, 0.1], [4]  # SHARED: r of all shares
+HISTORIES = {"classroom": {1024: RATIOS, 1984: FEW}, "random:long": {1024: [1]}}  # tokens -> r
+LENGTHS = 512, 1024, 1984  # tokens
 QUESTION, STEP = 16, 256  # tokens
 
 
@@ -136,32 +141,49 @@ def grid(model, arguments):
     for tokens in arguments.histories or HISTORIES.get(arguments.name, [1024]):
         bench = Bench(model, tokens)
         for r in arguments.r or HISTORIES.get(arguments.name, {}).get(tokens, RATIOS):
-            hit = min(ttft([bench.once("hit") for _ in range(5)]))  # noise only slows
-            alone = max(1.0, bench.typical("compute") - hit)
-            for share in [1.0, *(arguments.share if r in SHARED else [])]:
-                rounds = arguments.rounds if share == 1 else min(3, arguments.rounds)
-                yield from measure.again_if_slower(partial(cell, bench, r, share, alone, hit), rounds)
+            alone = bench.typical("compute")
+            for share in [1.0, *(arguments.share if r in SHARED and tokens < 1984 else [])]:
+                yield dict(r=r, **cell(bench, bench.bytes / (1e-3 * r * alone), share, arguments.rounds))
         bench.engine.close()
 
 
-def cell(bench: Bench, r: float, share: float, alone: float, hit: float, rounds: int) -> dict:
-    bench.use(bench.bytes / (1e-3 * r * alone))
-    load = bench.typical("load", share, 1 if rounds < 5 else 2)
+def cell(bench: Bench, speed: float, share: float, rounds: int) -> dict:
+    """Ask with storage of so many bytes/s. Of a share, three rounds, and loading alone once: others' prompts take long."""
+    bench.use(speed)
+    whole = share == 1
     slowed = bench.typical("beside") / bench.typical("compute")
-    ways = {way: partial(bench.once, way, share) for way in ("compute", "both")}
-    asked = measure.same_question_in_turn(ways, rounds, partial(bench.draw, QUESTION))
+    asked = measure.same_question_in_turn(
+        {way: partial(bench.once, way, share) for way in ("compute", "both", "load")[: 2 + whole]},
+        rounds if whole else min(3, rounds), partial(bench.draw, QUESTION))  # fmt: skip
     measure.check_alike(bench.model, {way: [request.new for request in each] for way, each in asked.items()})
     times = {way: ttft(requests) for way, requests in asked.items()}
+    times.setdefault("load", [bench.typical("load", share, 1)] * len(times["both"]))
+    hit = min(ttft([bench.once("hit") for _ in range(5)]))  # noise only slows
     loaded = statistics.median(request.found.get("storage", 0) / CHUNK for request in asked["both"])
-    only_load, only_compute = load - hit, max(1.0, slowed) * (statistics.median(times["compute"]) - hit)
-    bound = hit + only_load * only_compute / (only_load + only_compute)
-    better = [min(one, load) for one in times["compute"]]
+    load, compute = (max(1.0, statistics.median(times[way]) - hit) for way in ("load", "compute"))
+    bound = hit + time_to_meet(bench.model.config, bench.tokens, load, max(1.0, slowed) * compute)
+    better = list(map(min, times["compute"], times["load"]))
     return dict(
-        history_tokens=bench.tokens, bytes=bench.bytes, r=r, share=share, rounds=rounds, hit_ms=hit, slowed=slowed, bound_ms=bound,
-        ttft_ms=dict(compute=spread(times["compute"]), load=load, both=spread(times["both"])),
-        over_bound=spread([ours / bound for ours in times["both"]]), better_over_both=ratio(better, times["both"]),
-        behind=measure.is_slower([ours / other for ours, other in zip(times["both"], better)]),
+        history_tokens=bench.tokens, bytes=bench.bytes, share=share, hit_ms=hit, slowed=slowed, bound_ms=bound, mbps=speed / 1e6,
+        ttft_ms={way: spread(each) for way, each in times.items()}, over_bound_ms=spread([ours - bound for ours in times["both"]]),
+        over_compute=ratio(times["both"], times["compute"]), over_load=ratio(times["both"], times["load"]),
+        better_over_both=ratio(better, times["both"]), over_better=ratio(times["both"], better),
         loaded_chunks=loaded, computed_chunks=bench.tokens / CHUNK - loaded)  # fmt: skip
+
+
+def time_to_meet(config, tokens: int, load: float, compute: float) -> float:
+    """Return when both ends meet, if computing all tokens takes `compute` and loading all takes `load`."""
+    whole = flops(config, 0, tokens)
+    return min(max(compute * flops(config, 0, front) / whole, load * (1 - front / tokens)) for front in range(tokens + 1))
+
+
+def lengths(model, arguments):
+    """Storage is as fast as computing the longest history."""
+    benches = [Bench(model, tokens) for tokens in arguments.histories or LENGTHS]
+    speed = benches[-1].bytes / (1e-3 * benches[-1].typical("compute"))
+    for bench in benches:
+        yield cell(bench, speed, 1.0, arguments.rounds)
+        bench.engine.close()
 
 
 # 2. Steps, and 8 bits ---------------------------------------------------------------------------------------
@@ -184,7 +206,7 @@ def steps(model, arguments):
 
 
 def bits(model, arguments):
-    model, *_ = checkpoint.load(arguments.name, "bfloat16", arguments.device)
+    model, *_ = checkpoint.load(arguments.name, measure.short_dtype(), arguments.device)
     tokens, rounds = min(1024, max(arguments.histories or [1024])), arguments.rounds
     exact, small = Bench(model, tokens), Bench(model, tokens, bits=8)
 
@@ -193,13 +215,13 @@ def bits(model, arguments):
         return bench.engine.pool.memory[:, :, bench.engine.pool.find(request.chain)[: tokens // 16]].float()
 
     error = (contents(small) - (kv := contents(exact))).abs()
-    for r in (4, 1):
-        speed = exact.bytes / (1e-3 * r * exact.typical("compute"))
-        for bench in (exact, small):
-            bench.use(speed)
-        row = dict(r=r)
+    speed = exact.bytes / (4e-3 * exact.typical("compute"))
+    for bench in (exact, small):
+        bench.use(speed)
+    for share in (1.0, 0.5):
+        row = dict(r=4, share=share, bits=8 * model.dtype.itemsize)
         for way in ("load", "both"):
-            ways = {bench.cache.bits: partial(bench.once, way, 1.0) for bench in (exact, small)}
+            ways = {bench.cache.bits: partial(bench.once, way, share) for bench in (exact, small)}
             taken = measure.same_question_in_turn(ways, rounds, partial(exact.draw, QUESTION)).values()
             row[f"{way}_faster"] = ratio(*map(ttft, taken))
         agree = sum(theirs.new == ours.new for theirs, ours in zip(*taken))  # of both
@@ -208,42 +230,42 @@ def bits(model, arguments):
         bench.engine.close()
 
 
-PARTS = {"grid": (grid, list(HISTORIES)), "steps": (steps, list(HISTORIES)), "bits": (bits, ["classroom"])}
+PARTS = {"grid": (grid, list(HISTORIES)), "lengths": (lengths, ["classroom"]), "steps": (steps, ["classroom"]),
+         "bits": (bits, ["classroom"])}  # fmt: skip
 
 
 # 3. The tables ----------------------------------------------------------------------------------------------
 
 def report(found: list[dict]) -> str:
     rows = tables.rows(found, "grid")
-    for row in rows:
-        row["column"] = f"{row['model']}, {row['history_tokens']:,}"
-    grid = tables.grouped(rows, ("r", "share"), "column")
+    few, most = ([tables.median(row["ttft_ms"]["compute"]) for row in rows if row["share"] == share] for share in (0.1, 0.9))
+    slower = [f"Computing takes {tables.number(few[0] / most[0])} times as long with a tenth of each step as with nine tenths (Cake, "
+              "5.3: 8.22)."] if few and most else []  # fmt: skip
+    columns = {
+        **{way: f"{{ttft_ms[{way}]:ms}}" for way in ("compute", "load", "both")}, "better / both": "{better_over_both:spread}",
+        "both - bound, ms": "{over_bound_ms:spread}", "slowed": "{slowed:n}",
+        "chunks computed, loaded": "{computed_chunks:.0f}, {loaded_chunks:.0f}",
+    }  # fmt: skip
+    shares = [dict(row, computed=row["computed_chunks"] * CHUNK / row["history_tokens"]) for row in tables.rows(found, "lengths")]
     return tables.paragraphs(
         tables.table(
-            "**How many times as soon as by the better of only computing and only loading** the first token comes by both; "
-            "behind it the chunks that were computed and loaded:", {
-                "r": "{r:g}", "share": "{share:g}",
-                **tables.across(grid, {"": "{better_over_both:spread}; {computed_chunks:.0f} + {loaded_chunks:.0f}"}),
-            }, grid),
-        report_all_cells(tables.grouped(rows, ("model", "history_tokens", "r", "share"), "model")) if rows else "",  # the last run of each
+            "**TTFT by computing, by loading and by both**; the better of the two over both, within each round; both less the bound; "
+            "computing beside a loader over computing alone (Figure 7):",
+            {"model, history": "{model}, {history_tokens:,}", "r": "{r:g}", "share": "{share:g}"} | columns, rows),
+        *slower,
+        tables.table(
+            "**At one bandwidth** (Figure 5b: from 2K to 32K tokens the computed share falls by a tenth), {mbps:.0f} MB/s, {model}:",
+            {"history": "{history_tokens:,}", "computed": "{computed:%}"} | columns, shares),
         tables.table(
             "**Computing as a bandwidth** (Figures 2 and 3): K and V a second behind {history_tokens:,} tokens, in MB/s, beside what "
             "holds them; a step of 256 tokens at the beginning, and at the end:", {
                 "model": "{model}", **{name: f"{{mbps[{name}]:spread}}" for name in ("computing", "a file, read before", "host memory")},
                 "first step": "{first:ms}", "last step": "{last:ms}",
             }, [dict(row, first=row["steps_ms"][0], last=row["steps_ms"][-1]) for row in tables.rows(found, "steps")]),
-        tables.table("**16 bits over 8** (Figure 8), TTFT in bfloat16:", {
-            "model, r": "{model}, {r:g}", "only loading": "{load_faster:spread}", "both": "{both_faster:spread}",
+        tables.table("**{bits} bits over 8** (Figure 8), TTFT:", {
+            "model, r, share": "{model}, {r:g}, {share:g}", "only loading": "{load_faster:spread}", "both": "{both_faster:spread}",
             "tokens agree": "{both_tokens_agree}", "largest error of K and V": "{largest_error:.2g} of {largest:.0f}",
         }, tables.rows(found, "bits")))  # fmt: skip
-
-
-def report_all_cells(rows: list[dict]) -> str:
-    """A cell that computes no chunk, or loads none, says nothing about doing both."""
-    over, telling = [row["over_bound"]["median"] for row in rows], [min(row["loaded_chunks"], row["computed_chunks"]) >= 1 for row in rows]
-    return (f"TTFT is {tables.between(over)} of the bound, {tables.number(statistics.median(over))} in the median. The loader beside "
-            f"it makes computing take {tables.number(statistics.median(row['slowed'] for row in rows))} times as long, in the median "
-            f"(Figure 7). {sum(telling)} of {len(rows)} cells had chunks of both.")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def cell(model, f: float, contexts: list[int], parts: int, rounds: int) -> dict:
 def grid(model, arguments):
     factors = arguments.f if modelled(model, 1.0) else [None]
     for f, batch, context in itertools.product(factors, arguments.batch, arguments.context):
-        yield from measure.again_if_slower(partial(cell, model, f, batch * [context], 1), arguments.rounds)
+        yield cell(model, f, batch * [context], 1, arguments.rounds)
 
 
 def lengths(model, arguments, batch: int = 32, longest: int = 384, f: float = 1.25):

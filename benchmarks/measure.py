@@ -1,4 +1,4 @@
-"""What every benchmark shares: its options, asking in turn, samples, measuring again, and the file of results."""
+"""What every benchmark shares: its options, asking in turn, samples, and the file of results."""
 
 import argparse
 import gc
@@ -44,20 +44,11 @@ def ttft(requests: list[Request]) -> list[float]:
     return [request.outcome.ttft_ms for request in requests]
 
 
-def is_slower(ratios: list[float]) -> bool:
-    """Whether something took longer than what it is compared with: the median of the paired ratios is above
-    1.03 and their lower quartile above 1, or the median above 1.06."""
-    middle, low = statistics.median(ratios), statistics.quantiles(ratios, n=4)[0] if len(ratios) > 1 else ratios[0]
-    return middle > 1.03 and low > 1 or middle > 1.06
-
-
-def again_if_slower(cell, rounds: int):
-    """Yield the row of `cell(rounds)`; if something is behind in it, then that of twice the rounds: both stand."""
-    for times in (1, 2):
-        row = cell(times * rounds)
-        yield row
-        if not row["behind"]:
-            return
+def is_slower(ratios: list[float], by: float = 0.03) -> bool:
+    """Return True if paired ratios show that something takes more than `by` longer than what it is compared with:
+    their median exceeds 1 + by, and their lower quartile exceeds 1."""
+    low = statistics.quantiles(ratios, n=4)[0] if len(ratios) > 1 else ratios[0]
+    return statistics.median(ratios) > 1 + by and low > 1
 
 
 # 2. Asking --------------------------------------------------------------------------------------------------

@@ -1,44 +1,46 @@
-"""Chapters 02 to 07 as a user sees them: in conversations, beside others, and under load.
+"""Chapters 02 to 07 as a user sees them: in conversations, and as servers under load.
 
     python -m benchmarks.outside                                   all; results in benchmarks/results/
-    python -m benchmarks.outside --only beside --rounds 2
+    python -m benchmarks.outside --only sessions
 
 conversations   conversations of several turns that do not fit into the device together, in shuffled order,
-                and questions about documents, popular (Zipf) or all alike: what is found, and TTFT. Once.
-beside          TBT of eight that decode while a history comes back every two seconds, or as soon after as it can,
-                over that with the history on the device; and the share of the time in which layers are projected
-                or recomputed: nobody decodes then.
-sessions        TTFT and TBT of later rounds, in three runs: sessions begin at random and think between their rounds, which
-                come at 0.25, 0.5 and 1 times the rate that saturates no cache (HCache, Figure 9).
-
-All are in one process, over one link; engines step on the thread that loaded the weights, and clients ask from another.
-"no cache" is chapter 02 where nothing is ever found.
+                and questions about documents, popular (Zipf) or all alike: what is found, and TTFT. All engines in one
+                process, over one link. "no cache" is chapter 02 where nothing is ever found. Once.
+sessions        sixteen sessions at once (HCache, Figure 9), each system a server of its own that clients ask over HTTP.
+                The device loses a session's KV cache before each round, except in 02, which keeps it: the ideal. Rounds
+                arrive as a Poisson process, whose rate rises until TTFT diverges; each system plays the same rounds in
+                turn, in three runs. TTFT counts from the moment when a round was due.
 """
 
+import http.client
+import json
 import random
+import signal
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
-from itertools import accumulate, count
+from itertools import count
 
 import numpy
 
 from benchmarks import measure, tables
-from benchmarks.measure import draw, ratio, spread, ttft
-from benchmarks.planned import QUESTION, both_ends, engine_of, hidden_states, offload, planned
+from benchmarks.measure import draw, ratio, ttft
+from benchmarks.planned import CHAPTERS, QUESTION, both_ends, engine_of, hidden_states, offload, planned
 from benchmarks.tiered import tiers
 from common import store
 from common.requests import Request
-from shell import backends, hardware, lesson
+from shell import backends, handle_signals, hardware, lesson
 
 TALKS, TURNS, SAID, ANSWER = 8, 5, (100, 1100), 8  # conversations, turns, tokens at first, of an answer
 DOCUMENTS, LENGTH, ASKS = 8, 800, 32  # documents, tokens of one, questions about all
-DECODING, EVERY, WINDOW = 8, 2.0, 3.0  # requests, seconds, seconds of one measurement
-SESSIONS, RUNS = {0.25: 2, 0.5: 3, 1.0: 4}, 3  # share of saturation -> in a run
-BEGINS, ROUNDS = 800, 6  # tokens of the first round; rounds
-THINK = 0.25  # seconds between two rounds (in the paper 30)
+SESSIONS, RUNS, ROUNDS, BEGINS = 16, 3, 24, 800  # at once; rounds of all of them at one rate; tokens of a history
+RATES, DIVERGED = [2.0 * 1.6**step for step in range(6)], 4.0  # rounds a second; median TTFT over that at the lowest rate
 SYSTEMS = "no cache", "02", "03", "04", "05", "06", "07"
 
 
@@ -74,38 +76,10 @@ class Bench:
         options = dict(cache_salt=str(next(self.salts))) if system == "no cache" else {}
         return Request(prompt, new, options=options)
 
-    def submit(self, server, system: str, prompt: list[int], new: int, evict: bool = False) -> Request:
-        """Ask an engine that is served. If so asked, it loses all on its device before; 02, the ideal, keeps it there."""
-        if evict and system != "02":
-            server.between_steps(partial(server.engine.evict, "device"))
-        request = self.request(system, prompt, new)
-        server.engine.submit(request)
-        server.open.append(request)  # its end cancels it
-        return request
-
     def answer(self, engine, system: str, prompt: list[int], new: int) -> Request:
         """Ask when nothing is under way."""
         lesson.wait_until_idle(engine)
         return engine.generate([self.request(system, prompt, new)])[0]
-
-
-def served(engine, client):
-    """Step an engine here, on the thread that has loaded the weights, as the product does; `client` asks from a thread of
-    its own -> what it returns. Those that are not answered then are cancelled."""
-    from shell.server import Server  # here, since only this needs Flask
-
-    server = Server(engine, None, {})
-
-    def ask():
-        try:
-            return client(server)
-        finally:
-            server.close()
-
-    with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(ask)
-        server.run()
-        return told.result()
 
 
 def percentiles(samples: list[float], *shares: int) -> dict:
@@ -126,7 +100,6 @@ def conversations(bench: Bench, _):
     for what, exponent in {
         f"{TALKS} conversations of {TURNS} turns": None,
         f"{DOCUMENTS} documents, Zipf 2": 2.0,
-        f"{DOCUMENTS} documents, Zipf 1": 1.0,
         f"{DOCUMENTS} documents, all alike": 0.0,
     }.items():
         if exponent is None:
@@ -180,109 +153,154 @@ def asked_in_turn(bench: Bench, texts: list, order: list[int], room: tuple[int, 
     return asked, could
 
 
-# 3. Beside others -------------------------------------------------------------------------------------------
+# 3. Under load, over HTTP -----------------------------------------------------------------------------------
 
-def beside(bench: Bench, rounds: int):
-    context, most = min(2048, bench.model.config.max_position_embeddings), DECODING * 512
-    history = bench.prompt(min(1900, context - 2 * QUESTION))
-    engines = bench.engines(2 * context + most, 4 * context + 4 * most)
-    del engines["no cache"]  # it computes the history each time
-    read(bench, engines, [history])
-    ways = {name: partial(window, bench, name, engine, history) for name, engine in engines.items()}
-    taken = lesson.in_turn(ways, rounds)
-    means = {name: [each["mean"] for each in found] for name, found in taken.items()}
-    for name, found in taken.items():
-        yield dict(
-            system=name, history_tokens=len(history), tbt_mean_ms=spread(means[name]),
-            over_02=ratio(means[name], means["02"]), tbt_p99_ms=spread([each["p99"] for each in found]),
-            ttft_ms=spread([ms for each in found for ms in each["ttft_ms"]]),
-            came_back=sum(len(each["ttft_ms"]) for each in found),
-            restored=sum(each["restored"] for each in found),
-            projecting=statistics.median(each["projecting"] for each in found),
-            bytes_in=sum(each["bytes_in"] for each in found))  # fmt: skip
-        engines[name].close()
+class Service:
+    """A chapter's server, in a process of its own, with room for all sessions on the device and in host memory."""
 
+    def __init__(self, system: str, model: str, blocks: int):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        file = next(f"{chapter}.py" for chapter in CHAPTERS if chapter.startswith(system))
+        options = ["--model", model, "--port", str(self.port), "--gpu-blocks", str(blocks)]
+        options += ["--cpu-blocks", str(2 * blocks)] if system != "02" else []
+        self.system = system
+        self.process = subprocess.Popen([sys.executable, file, *options], cwd=measure.RESULTS.parent.parent,
+                                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-def window(bench: Bench, name: str, engine, history: list[int]) -> dict:
-    """Eight decode for a while; the history comes back meanwhile."""
-    over, back, bytes_before = [], [], engine.counts["bytes_in"]
+    def wait(self):
+        """Wait until it answers."""
+        while True:
+            try:
+                with self.opened("GET", "/health"):
+                    return
+            except OSError:
+                if self.process.poll() is not None:
+                    raise RuntimeError(f"The server of {self.system} has ended with {self.process.returncode}.") from None
+                time.sleep(0.1)
 
-    def decode(server):
-        for _ in range(DECODING - sum(request.outcome is None for request in over)):
-            new = 300 + 20 * (len(over) % DECODING)  # they do not end together
-            over.append(bench.submit(server, name, bench.prompt(QUESTION), new))
+    def close(self):
+        self.process.terminate()
+        self.process.wait()
 
-    def client(server) -> tuple[float, float]:
-        decode(server)
-        while not all(request.new for request in over):
-            time.sleep(0.01)
-        began = due = time.perf_counter()
-        while (now := time.perf_counter()) < began + WINDOW or not any(request.new for request in back):
-            decode(server)
-            if now >= due and (not back or back[-1].outcome is not None):
-                back.append(bench.submit(server, name, history + bench.prompt(QUESTION), 1, evict=True))
-                due += EVERY * (1 + (now - due) // EVERY)
-            time.sleep(0.01)
-        return began, time.perf_counter()
+    def opened(self, method: str, path: str, **fields):
+        """Return the response to a request. Raises OSError, also where the server refuses."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection.request(method, path, json.dumps(fields), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise OSError(response.read().decode())
+        return response
 
-    began, ended = served(engine, client)
-    spans = [[at for at in request.times if began <= at <= ended] for request in over]
-    gaps = [1e3 * (b - a) for times in spans for a, b in zip(times, times[1:])]
-    answered = [request for request in back if request.new and request.times[0] <= ended]
-    return dict(
-        mean=statistics.mean(gaps), p99=float(numpy.percentile(gaps, 99)),
-        ttft_ms=[1e3 * (request.times[0] - request.received) for request in answered],
-        restored=sum(request.found.get("cpu", 0) > 0 for request in answered),
-        projecting=sum(span.end - span.start for request in answered for span in request.timeline.spans
-                       if span.lane == "compute" and span.label.startswith(("layer", "recompute"))) / (ended - began),
-        bytes_in=engine.counts["bytes_in"] - bytes_before)  # fmt: skip
+    def ask(self, prompt: list[int], due: float) -> dict:
+        """Answer one round, which was due at `due` (time.perf_counter())."""
+        if self.system != "02":
+            self.opened("POST", "/evict", tier="device").read()
+        with self.opened("POST", "/generate", prompt=prompt, max_tokens=ANSWER, stream=True) as response:
+            first = None
+            for line in response:
+                event = json.loads(line.removeprefix(b"data: ")) if line.startswith(b"data: ") else {}
+                first = first or event and time.perf_counter()
+                if "error" in event:
+                    raise OSError(event["error"])
+                if result := event.get("result"):
+                    return dict(ttft_ms=1e3 * (first - due), tbt_ms=result["tbt_ms"] or 0.0, tokens=result["tokens"],
+                                restored=result["found"].get("cpu", 0))
 
 
-# 4. Under load ----------------------------------------------------------------------------------------------
+def play(service: Service, texts: list[list[int]], rounds: list[tuple[float, int, list[int]]]) -> list[dict]:
+    """Ask `rounds` (seconds until it is due, session, what is said), each session on a thread of its own, where a round
+    waits for the one before. Returns what `Service.ask` does, in their order."""
+    began, answered = time.perf_counter() + 0.05, {}
 
-def sessions(bench: Bench, runs: int):
-    requests = [bench.request("no cache", bench.prompt(BEGINS), ANSWER) for _ in range(8)]
-    room = len(requests) * (BEGINS + ROUNDS * QUESTION)
-    engines, began = bench.engines(room, 2 * room), time.perf_counter()
-    engines.pop("no cache").generate(requests)
-    service = (time.perf_counter() - began) / len(requests)  # seconds of a round that is computed
-    for share, number in SESSIONS.items():
-        asked = {name: [] for name in engines}  # the later rounds of all runs
-        for _ in range(runs):
-            gaps = [bench.rng.expovariate(share / service / ROUNDS) for _ in range(number - 1)]
-            starts = [*accumulate(gaps, initial=0.0)]
-            said = [[bench.prompt(QUESTION // 2 if later else BEGINS) for later in range(ROUNDS)] for _ in starts]
-            for name, engine in engines.items():
-                asked[name] += served(engine, partial(talk, bench, name, starts, said))
-        for name, later in asked.items():
-            yield dict(
-                system=name, of_saturation=share, rounds_per_second=share / service, requests=len(later),
-                ttft_ms=percentiles(ttft(later), 50, 90), tbt_ms=percentiles([one.outcome.tbt_ms for one in later], 50, 90),
-                over_03=ratio(ttft(later), ttft(asked["03"])), restored=sum(one.found.get("cpu", 0) for one in later))  # fmt: skip
-    for engine in engines.values():
-        engine.close()
+    def session(number: int):
+        told = list(texts[number])
+        for at, (after, own, said) in enumerate(rounds):
+            if own == number:
+                time.sleep(max(0.0, began + after - time.perf_counter()))
+                told += said
+                answered[at] = service.ask(told, began + after)
+                told += answered[at]["tokens"]
+
+    with ThreadPoolExecutor(len(texts)) as clients:
+        list(clients.map(session, range(len(texts))))
+    return [answered[at] for at in range(len(rounds))]
 
 
-def talk(bench: Bench, name: str, starts: list[float], said: list[list], server) -> list[Request]:
-    """Begin each session at its time, on a thread of its own -> the later rounds, session by session."""
-    def session(start: float, texts: list) -> list[Request]:
-        time.sleep(start)
-        asked, told = [], []
-        for text in texts:
-            asked.append(bench.submit(server, name, told + text, ANSWER, evict=True))
-            asked[-1].pieces.get(timeout=60)  # nobody reads its text: the outcome
-            told = asked[-1].tokens
-            time.sleep(THINK)
-        return asked[1:]
-
-    with ThreadPoolExecutor(len(starts)) as clients:
-        return sum(clients.map(session, starts, said), [])
+def arrivals(rng, model, rate: float) -> list[tuple[float, int, list[int]]]:
+    """Draw rounds that arrive at random, so many a second; the sessions come one after the other, in any order."""
+    order = [number for _ in range(-(-ROUNDS // SESSIONS)) for number in rng.sample(range(SESSIONS), SESSIONS)][:ROUNDS]
+    after, rounds = 0.0, []
+    for number in order:
+        after += rng.expovariate(rate)
+        rounds.append((after, number, draw(rng, model, QUESTION)))
+    return rounds
 
 
-# 5. The tables and main --------------------------------------------------------------------------------------
+def sessions(model, arguments):
+    rng, name = random.Random(0), arguments.name
+    texts = [draw(rng, model, BEGINS) for _ in range(SESSIONS)]
+    blocks = SESSIONS * -(-(BEGINS + 2 * -(-ROUNDS // SESSIONS) * (QUESTION + ANSWER)) // 16)
+    with ExitStack() as stack:
+        services = {}
+        for system in ("02", "03", "04", "05"):
+            service = services[system] = Service(system, name, blocks)
+            stack.callback(service.close)
+            service.wait()
+            for text in texts:
+                service.ask(text, time.perf_counter())
+        base, left = {}, dict.fromkeys(services, True)  # system -> median TTFT of each run at the lowest rate; sustains it
+        for rate in RATES:
+            taken = {system: [] for system, sustains in left.items() if sustains}
+            for _ in range(RUNS):
+                rounds = arrivals(rng, model, rate)
+                for system, runs in taken.items():
+                    runs.append(play(services[system], texts, rounds))
+            for system, runs in taken.items():
+                times = [[one["ttft_ms"] for one in run] for run in runs]
+                base.setdefault(system, statistics.median(sum(times, [])))
+                over = [statistics.median(run) / base[system] for run in times]
+                left[system] = statistics.median(over) < DIVERGED
+                yield dict(
+                    system=system, rate=rate, requests=sum(map(len, times)), over_lowest_rate=measure.spread(over),
+                    ttft_ms=percentiles(sum(times, []), 50, 90), diverged=not left[system],
+                    tbt_ms=percentiles([one["tbt_ms"] for run in runs for one in run], 50, 90),
+                    restored=sum(one["restored"] for run in runs for one in run),
+                    **against(runs, taken))  # fmt: skip
+            if not any(left.values()):
+                return
+
+
+def against(runs: list[list[dict]], taken: dict) -> dict:
+    """Compare p50 and p90 of TTFT, and the mean TBT, with those of 03 and 02 in the same run, while these sustain it."""
+    def percentile(runs: list, share: int) -> list[float]:
+        return [float(numpy.percentile([one["ttft_ms"] for one in run], share)) for run in runs]
+
+    found = {}
+    if "03" in taken:
+        found |= {f"p{share}_over_03": ratio(percentile(runs, share), percentile(taken["03"][: len(runs)], share)) for share in (50, 90)}
+    if "02" in taken:
+        means = [[statistics.mean(one["tbt_ms"] for one in run) for run in each] for each in (runs, taken["02"][: len(runs)])]
+        found["tbt_over_02"] = ratio(*means)
+    return found
+
+
+# 4. The tables and main --------------------------------------------------------------------------------------
+
+def sustained(rows: list[dict]) -> dict[str, float]:
+    """Return the rounds a second at which the median TTFT of each system is DIVERGED times that at the lowest rate, between
+    two measured rates on a logarithmic scale; the highest measured rate where it never was."""
+    found = {}
+    for system in dict.fromkeys(row["system"] for row in rows):
+        each = [(row["rate"], tables.median(row["over_lowest_rate"])) for row in rows if row["system"] == system]
+        (before, low), (rate, high) = each[-2:] if len(each) > 1 else 2 * each
+        share = (numpy.log(DIVERGED / low) / numpy.log(high / low)) if high > max(DIVERGED, low) else 1.0
+        found[system] = float(before * (rate / before) ** share)
+    return found
+
 
 def report(found: list[dict]) -> str:
-    asked, sessions, beside = (tables.rows(found, part) for part in PARTS)
+    asked, sessions = (tables.rows(found, part) for part in PARTS)
     systems = []
     for row in asked:
         header = f"{row['what']}: {row['device_tokens']:,} of {row['tokens']:,} tokens, {row['could_be_found']:.0%}"
@@ -291,8 +309,9 @@ def report(found: list[dict]) -> str:
             systems.append(dict(own, system=system, over=row["of_03"][system], header=header,
                                 differ=f"; {differ} answers differ" if differ else ""))  # fmt: skip
     systems = tables.grouped(systems, ("system",), "header")
-    sessions = tables.grouped(sessions, ("model", "of_saturation"), "system")
-    beside = tables.grouped(beside, ("system",), "model")
+    rates = [f"{rate:.1f} of {system}" for system, rate in sustained(sessions).items()]
+    for row in sessions:
+        row["over"] = f"{row['rate']:.1f} a second"
     return tables.paragraphs(
         tables.table(
             "**Asked in turn** (classroom): how many tokens of all the device holds, and what could be found; below: what was "
@@ -301,31 +320,22 @@ def report(found: list[dict]) -> str:
                 **tables.across(systems, {"": "{found:%}; {ttft_ms[p50]:ms}, {ttft_ms[p99]:ms}; {over:n}{differ}"}),
             }, systems),
         tables.table(
-            "**Sessions under load** (HCache, Figure 9), their later rounds: TTFT p50 and p90, that over 03's in the same round, and "
-            "TBT p50.", {
-                "model, of saturation": "{model}, {of_saturation:g}", "rounds a second": "{rounds_per_second:n}", "rounds": "{requests}",
-                **tables.across(sessions, {"": "{ttft_ms[p50]:ms}, {ttft_ms[p90]:ms}; {over_03:n}; {tbt_ms[p50]:ms}"}),
-            }, sessions),
-        tables.table("**Beside eight that decode**, and TTFT of a history that comes back:", {
-            "system": "{system}",
-            **tables.across(beside, {
-                "TBT": "{tbt_mean_ms:ms}", "over that of 02": "{over_02:spread}", "projecting": "{projecting:%}",
-                "p99": "{tbt_p99_ms:ms}", "TTFT": "{ttft_ms:ms}"}),
-        }, beside))  # fmt: skip
+            "**Sixteen sessions at once, over HTTP** (HCache, Figure 9; {model}): TTFT p50 and p90, p50 over 03's in the same run, and "
+            "TBT p50, by rounds a second.", {
+                "system": "{system}",
+                **tables.across(tables.grouped(sessions, ("system", "model"), "over"), {
+                    "": "{ttft_ms[p50]:ms}, {ttft_ms[p90]:ms}; {p50_over_03:n}; {tbt_ms[p50]:ms}"}),
+            }, tables.grouped(sessions, ("system", "model"), "over")),
+        f"The median TTFT is {DIVERGED:g} times that at the lowest rate from these rounds a second on: {tables.listed(rates)}." if rates else "")
 
 
-def on_a_bench(part):
-    def measured(model, arguments):
-        yield from part(Bench(model), arguments.rounds if part is beside else RUNS)
-    return measured
+def on_a_bench(model, arguments):
+    yield from conversations(Bench(model), arguments.rounds)
 
 
-PARTS = {
-    "conversations": (on_a_bench(conversations), ["classroom"]),
-    "sessions": (on_a_bench(sessions), ["classroom", "random:long"]),
-    "beside": (on_a_bench(beside), ["random:long"]),
-}
+PARTS = {"conversations": (on_a_bench, ["classroom"]), "sessions": (sessions, ["random:long"])}
 
 
 if __name__ == "__main__":
-    measure.run("outside", PARTS, report, measure.parser(__doc__, PARTS, rounds=5).parse_args())
+    handle_signals(signal.SIGTERM)  # the servers end with this process
+    measure.run("outside", PARTS, report, measure.parser(__doc__, PARTS).parse_args())

@@ -4,8 +4,9 @@
     python -m benchmarks.planned --model random:long --histories 1024
 
 TTFT of a question of 32 tokens behind a history that has left the device, over three modelled links: a layer's states take
-twice as long to transfer as to project, as long, and half as long; with a GPU, over its own. The row has what was restored,
-the plan and its bound. `at_once`: eight histories come back at the same time. `lanes` and `saving` are for pictures: who was busy when.
+twice as long to transfer as to project, as long, and half as long; with a GPU, over its own. Chapter 02 computes the history, in
+turn with those that restore it. The row has what was restored, the plan and its bound. `at_once`: eight and sixteen histories come
+back at the same time. `lanes` and `saving` are for pictures: which lane was busy when.
 """
 
 import gc
@@ -28,7 +29,7 @@ from shell import lesson, modelled_link
 
 CHAPTERS = "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free", "06_bidirectional"
 paged, offload, hidden_states, planned, both_ends = map(importlib.import_module, CHAPTERS)
-HISTORIES = {"classroom": [512, 1024, 1900], measure.TRAINED: [1024]}
+HISTORIES = {"classroom": [512, 1024, 1900], "random:long": [1024, 1984]}  # tokens; of others 1,024
 LINKS, QUESTION = lesson.LINKS, lesson.ASKED  # words -> how long states travel over their projection; tokens
 
 
@@ -54,7 +55,7 @@ def engines_of(model, caches: dict, tokens: int):
 
 
 def keep(engine, history: list[int]) -> float:
-    """Compute a history, and keep all of it however slow the link is -> TTFT in ms."""
+    """Compute a history, and keep all of it however slow the link is. Returns TTFT in ms."""
     link = engine.lower_tier.cache.save_link
     measure.change_speed(engine, link, link, modelled_link.Bandwidth(1e15))
     return lesson.ask(engine, history).outcome.ttft_ms
@@ -72,11 +73,13 @@ def once(engine, prompt: list[int]) -> dict:
 
 
 def compare(engines: dict, history: list[int], rounds: int, rng, base: str) -> dict:
-    """Ask all engines in turn, in each round the same question behind the same history -> name -> figures,
-    and how many times as long TTFT was as that of `base` in the same round."""
+    """Ask all engines in turn, in each round the same question behind the same history: "02" computes it, the others
+    have kept it. Returns name -> figures, and how many times as long TTFT was as that of `base` in the same round."""
     model = next(iter(engines.values())).model
-    question = partial(draw, rng, model, QUESTION)
-    ways = {name: dict(computed_ms=keep(engine, history + question())) for name, engine in engines.items()}
+    question, ways = partial(draw, rng, model, QUESTION), {name: {} for name in engines}
+    for name, engine in engines.items():
+        if name != "02":
+            keep(engine, history + question())
     asks = {name: lambda question, engine=engine: once(engine, history + question) for name, engine in engines.items()}
     taken = measure.same_question_in_turn(asks, rounds, question)
     measure.check_alike(model, {name: [found["new"] for found in each] for name, each in taken.items()})
@@ -104,8 +107,11 @@ def planned_engine(model, tokens: int, share: float):
 # 2. Over three links ----------------------------------------------------------------------------------------
 
 def behind_histories(model, arguments):
-    rng, histories = random.Random(0), arguments.histories or HISTORIES.get(Path(arguments.name).name, [512, 1024, 1984])
-    for tokens, (words, share) in product(histories, links_of(model).items()):
+    rng, histories = random.Random(0), arguments.histories or HISTORIES.get(Path(arguments.name).name, [1024])
+    links = [*links_of(model).items()]
+    if Path(arguments.name).name == measure.TRAINED:
+        links = links[-2:-1] or links  # its plan is the same over each link
+    for tokens, (words, share) in product(histories, links):
         yield dict(history_tokens=tokens, link=words, **one_link(model, tokens, share, arguments.rounds, rng))
         gc.collect()  # engines refer to themselves, and those of the next link take as much memory
 
@@ -115,26 +121,35 @@ def one_link(model, tokens: int, share: float, rounds: int, rng) -> dict:
     plan, speed = ours.lower_tier.cache.letters, ours.lower_tier.cache.bandwidth
     caches = {"03": offload.HostCache(tokens // 8, speed), "04": hidden_states.HiddenCache(tokens // 8 + 64, speed)}
     with engines_of(model, caches, tokens) as engines:
-        engines["05"] = ours
+        engines |= {"05": ours, "02": engine_of(model, tokens // 8 + 32)}
         ways = compare(engines, draw(rng, model, tokens), rounds, rng, "03")
-    ttft, restored, size, computed = ({name: way[what] for name, way in ways.items()} for what in ("ttft_ms", "tokens", "bytes", "computed_ms"))
+    ttft, restored, size = ({name: way[what] for name, way in ways.items()} for what in ("ttft_ms", "tokens", "bytes"))
+
+    def sooner(name: str, *others: str) -> dict:
+        return {other: ratio(ttft[name]["samples"], ttft[other]["samples"]) for other in others}
     return dict(
-        computed_ms=min(computed.values()), ttft_ms=ttft, restored=restored, bytes=size, plan=plan,
+        ttft_ms=ttft, restored=restored, bytes=size, plan=plan,
         states_over_kv=len(model.layers) * model.config.hidden_size / model.config.kv_numbers_per_token,
-        over_03={name: ratio(ttft["03"]["samples"], ttft[name]["samples"]) for name in ("04", "05")},
+        over_02=sooner("02", "03", "04", "05"), over_03=sooner("03", "04", "05"), over_04=sooner("04", "05"),
         predicted_ms=1e3 * planned.plan_seconds(plan, costs),
         bound_ms=1e3 * planned.bound_seconds(len(model.layers), costs))  # fmt: skip
 
 
-# 3. Eight histories at once -----------------------------------------------------------------------------------
+# 3. Many histories at once ------------------------------------------------------------------------------------
 
 LENGTHS = [128, 128, 256, 256, 384, 512, 512, 768]  # tokens
 
 
 def at_once(model, arguments):
-    """One question about each of several histories, all at once: so a restoration always waits for the link."""
-    rng, total = random.Random(0), sum(LENGTHS)
-    histories, speed = [draw(rng, model, tokens) for tokens in LENGTHS], even_speed(model)
+    for lengths in (LENGTHS, 2 * LENGTHS):
+        yield dict(histories=lengths, at_once=len(lengths), **answers_at_once(model, lengths, arguments.rounds))
+        gc.collect()
+
+
+def answers_at_once(model, lengths: list[int], rounds: int) -> dict:
+    """Ask one question about each of several histories, all at once: so a restoration always waits for the link."""
+    rng, total = random.Random(0), sum(lengths)
+    histories, speed = [draw(rng, model, tokens) for tokens in lengths], even_speed(model)
     caches = {"03": offload.HostCache(total // 16 + 64, speed), "05": planned.PlannedCache(total // 8 + 128, speed)}
 
     def answered(engine, questions: list[list[int]]) -> dict:
@@ -143,16 +158,16 @@ def at_once(model, arguments):
         asked = engine.generate([Request(history + question, 1, options=once) for history, question in zip(histories, questions)])
         return dict(ms=max(measure.ttft(asked)), new=[one.new for one in asked], bytes=engine.counts["bytes_in"] - before)
 
-    with engines_of(model, caches, total // 2 + 512) as engines:
+    with engines_of(model, caches, total // 2 + 64 * len(lengths)) as engines:
         for engine, history in product(engines.values(), histories):
             keep(engine, history)
         asks = {name: partial(answered, engine) for name, engine in engines.items()}
-        taken = measure.same_question_in_turn(asks, arguments.rounds, lambda: [draw(rng, model, QUESTION) for _ in histories])
+        taken = measure.same_question_in_turn(asks, rounds, lambda: [draw(rng, model, QUESTION) for _ in histories])
     measure.check_alike(model, {name: [found["new"] for found in each] for name, each in taken.items()})
     ms = {name: [found["ms"] for found in each] for name, each in taken.items()}
-    yield dict(
-        histories=LENGTHS, bytes={name: min(found["bytes"] for found in each) for name, each in taken.items()},
-        rounds_per_second={name: spread([1e3 * len(LENGTHS) / each for each in samples]) for name, samples in ms.items()},
+    return dict(
+        bytes={name: min(found["bytes"] for found in each) for name, each in taken.items()},
+        rounds_per_second={name: spread([1e3 * len(lengths) / each for each in samples]) for name, samples in ms.items()},
         over_03=ratio(ms["03"], ms["05"]))  # fmt: skip
 
 
@@ -209,24 +224,19 @@ def report(found: list[dict]) -> str:
     rows = tables.rows(found, "ttft")
     for row in rows:
         row |= {f"over_{of}": row["ttft_ms"]["05"]["median"] / row[f"{of}_ms"] for of in ("predicted", "bound")}
-    rows = tables.grouped(rows, ("model", "history_tokens"), "link")
-    longest = list({row["model"]: row for row in rows}.values())
-    history = {"model, history": "{model}, {history_tokens:,}", "states / K and V": "{states_over_kv:n}"}
     return tables.paragraphs(
         tables.table(
-            "**TTFT with K and V (03), and how many times as soon it comes** with hidden states (04) and by a plan (05):", {
-                **history, **tables.across(rows, {
-                    "computed": "{computed_ms:ms}", "03": "{ttft_ms[03]:ms}",
-                    "04": "{over_03[04]:spread}", "05": "{over_03[05]:spread}"}),
+            "**TTFT over three links**, and ratios within each round. `plan` counts layers that are recomputed (R), projected (H) "
+            "and loaded as K and V (K); the last two columns divide TTFT of 05 by its prediction and by the bound of all plans.", {
+                "model, history": "{model}, {history_tokens:,}", "states / K and V": "{states_over_kv:n}", "link": "{link}",
+                **{name: f"{{ttft_ms[{name}]:ms}}" for name in ("02", "03", "04", "05")}, "02 / 03": "{over_02[03]:spread}",
+                "02 / 05": "{over_02[05]:spread}", "03 / 04": "{over_03[04]:spread}", "03 / 05": "{over_03[05]:spread}",
+                "04 / 05": "{over_04[05]:spread}", "plan": "{plan:plan}", "/ predicted": "{over_predicted:n}",
+                "/ bound": "{over_bound:n}",
             }, rows),
-        tables.table(
-            "**The plans** for the longest history, in layers that are recomputed (R), projected (H) and loaded (K); TTFT over "
-            "what was predicted, and over the bound of all plans:", {
-                **history, **tables.across(longest, {"": "{plan:plan}; {over_predicted:n}, {over_bound:n}"}),
-            }, longest),
-        tables.table("**Eight histories at once**: what comes back, and rounds a second:", {
-            "model": "{model}", "bytes, 03": "{bytes[03]:MB}", "bytes, 05": "{bytes[05]:MB}", "03": "{rounds_per_second[03]:n}",
-            "05": "{rounds_per_second[05]:n}", "05 over 03": "{over_03:spread}",
+        tables.table("**Many histories at once**: what comes back, and rounds a second:", {
+            "model": "{model}", "at once": "{at_once}", "bytes, 03": "{bytes[03]:MB}", "bytes, 05": "{bytes[05]:MB}",
+            "03": "{rounds_per_second[03]:n}", "05": "{rounds_per_second[05]:n}", "05 over 03": "{over_03:spread}",
         }, tables.rows(found, "at_once")))  # fmt: skip
 
 

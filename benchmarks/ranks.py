@@ -1,4 +1,4 @@
-"""Chapter 09: what 1, 2 and 4 ranks load, how long it takes, and what they say to each other.
+"""Chapter 09: what 1 and 2 ranks load, how long it takes, and what they say to each other.
 
     python -m benchmarks.ranks                                         all; results in benchmarks/results/
     python -m benchmarks.ranks --model classroom --ranks 1 2
@@ -102,7 +102,7 @@ def report(found: list[dict]) -> str:
 def main():
     parser = measure.parser(__doc__, PARTS, rounds=5)
     parser.set_defaults(device="cpu")
-    parser.add_argument("--ranks", type=measure.count(64), nargs="+", default=[1, 2, 4])
+    parser.add_argument("--ranks", type=measure.count(64), nargs="+", default=[1, 2])
     # One of the ranks, of which rank 0 prints the rows
     parser.add_argument("--joined", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

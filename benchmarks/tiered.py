@@ -7,16 +7,13 @@ mix         conversations go on behind documents of 1,024 tokens, in any order. 
             host memory half, and the documents are in files. Beside the device alone, one at a time and two at once;
             the bound is, for each request, the slowest of the same question with all on the device, of what came over
             the link and a layer's share of the question behind that, and of what was read; for two at once, of the sums.
-policies    one history in slow storage alone, reading takes r times as long as computing: each policy, without the
-            engine's guard and with it.
+policies    one history in slow storage alone: each policy, where reading takes as long as computing, without the
+            engine's guard, and where it takes twice as long, with it.
 admission   a hit in host memory or in storage of 1 MB/s to 1 GB/s over computing it, and the tier of each token.
 writes      what each write policy finds, writes, and would lose by a kill.
-match       finding 4,096 tokens in a tree of 100,000 pages, and in a dictionary of them; the entries of both.
-sizes       of one mix of conversations, the share of the prompts that is found, by host memory and page size: counted.
 """
 
 import importlib
-import itertools
 import random
 import statistics
 import tempfile
@@ -26,16 +23,15 @@ from functools import partial
 
 from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread, ttft
-from benchmarks.planned import engine_of, paged
+from benchmarks.planned import engine_of
 from common import store
 from common.requests import Request
 from shell import backends, hardware, lesson, modelled_link
 
 tiers = importlib.import_module("07_tiered_storage")
-TALKS, TURNS, DOCUMENT, QUESTION, ANSWER, PAGE = 6, 2, 1024, 64, 4, 16  # conversations; tokens
+TALKS, TURNS, DOCUMENT, QUESTION, ANSWER, PAGE = 4, 2, 1024, 64, 4, 16  # conversations; tokens
 TIERS = "gpu", "cpu", "storage"
 ASKED = PAGE - 1  # tokens of a question that fills no page, so that no tier keeps it for the next policy
-HELD = 32_768  # tokens, about those of all conversations of `sizes` together, shared ones once
 
 
 class Bench(ExitStack):
@@ -170,17 +166,14 @@ def policies(model, arguments, tokens: int = 1024):
             request, cache.storage = lesson.ask(asked, history + question, 1), storage
             return request
 
-        alone = [once("computed", bench.draw(ASKED)) for _ in range(2)][-1].outcome.ttft_ms
-        for r, always in itertools.product((1.0, 2.0), (True, False)):
-            for _ in range(3):  # until r is within a tenth of what the row's own rounds say
-                for each in engine, both:
-                    slow_storage(each, modelled_link.Bandwidth(size / (1e-3 * r * alone)))
-                    each.lower_tier.estimates.always, each.lower_tier.cache.timeout = always, (1e-3 * alone / 3, 0.0)  # a third of computing
-                found = list(measure.again_if_slower(partial(policy_cell, bench, once), arguments.rounds or 5))
-                before, alone = alone, found[-1]["ttft_ms"]["computed"]["median"]
-                if 0.9 < before / alone < 1.1:
-                    break
-            yield from (dict(r=r, guard=not always, measured_r=r * before / alone, **row) for row in found)
+        alone = statistics.median(once("computed", bench.draw(ASKED)).outcome.ttft_ms for _ in range(4))
+        for r, always in ((1.0, True), (2.0, False)):
+            for each in engine, both:
+                slow_storage(each, modelled_link.Bandwidth(size / (1e-3 * r * alone)))
+                each.lower_tier.estimates.always, each.lower_tier.cache.timeout = always, (1e-3 * alone / 3, 0.0)  # a third of computing
+            row, before = policy_cell(bench, once, arguments.rounds or 5), alone
+            alone = row["ttft_ms"]["computed"]["median"]  # in the row's own rounds: the next one is made by it
+            yield dict(r=r, guard=not always, measured_r=r * before / alone, **row)
 
 
 def policy_cell(bench: Bench, once, rounds: int) -> dict:
@@ -190,20 +183,20 @@ def policy_cell(bench: Bench, once, rounds: int) -> dict:
     measure.check_alike(bench.model, {way: [request.new for request in each] for way, each in taken.items()})
     times = {way: ttft(requests) for way, requests in taken.items()}
     best = min(ways[1:4], key=lambda way: statistics.median(times[way]))
-    behind = [way for way in ways[:4] if measure.is_slower(ratio(times["both_ends"], times[way])["samples"])]
     found = {way: tiers.shares(requests)["storage"] for way, requests in taken.items()}
     lanes = {way: dict(ttft_ms=times[way][-1], spans=taken[way][-1].timeline.as_json()) for way in ("wait_complete", "both_ends")}
     return dict(rounds=rounds, ttft_ms={way: spread(samples) for way, samples in times.items()}, from_storage=found, lanes=lanes,
-                best=best, over_both_ends={way: ratio(times[way], times["both_ends"]) for way in ways}, behind=behind)  # fmt: skip
+                best=best, over_both_ends={way: ratio(times[way], times["both_ends"]) for way in ways},
+                both_ends_over={way: ratio(times["both_ends"], times[way]) for way in ways})  # fmt: skip
 
 
 # 3. Every tier beside computing -----------------------------------------------------------------------------
 
-SPEEDS = {"1 MB/s": 1e6, "10 MB/s": 1e7, "0.1 GB/s": 1e8, "1 GB/s": 1e9}  # bytes/s
+SPEEDS = {"1 MB/s": 1e6, "0.1 GB/s": 1e8, "1 GB/s": 1e9}  # bytes/s
 SLOWER = "host, link 50 times slower"
 
 
-def admission(model, arguments, histories=(512, 1024, 1900)):
+def admission(model, arguments, histories=(512, 1900)):
     longest = max(histories) + QUESTION + 16
     with Bench(model) as bench:
         engine = bench.engine(2 * longest, bench.cache(2 * longest))
@@ -216,9 +209,8 @@ def admission(model, arguments, histories=(512, 1024, 1900)):
             taken = lesson.in_turn(asks, arguments.rounds or 5)
             alone = ttft(taken["computed"])
             for way, requests in taken.items():
-                over = ratio(ttft(requests), alone)
                 yield dict(
-                    history_tokens=tokens, way=way, over_computing=over, slower=measure.is_slower(over["samples"]),
+                    history_tokens=tokens, way=way, over_computing=ratio(ttft(requests), alone),
                     found={tier: sum(one.found.get(tier, 0) for one in requests) / len(requests) for tier in TIERS})
 
 
@@ -266,60 +258,8 @@ def writes(model, arguments):
                 pages=len(stored), lost_by_a_kill=stored.count(False))  # fmt: skip
 
 
-def match(model, arguments, pages: int = 100_000, prompt: int = 4096):
-    """The same number of pages in 100 to 10,000 conversations behind a common beginning. The prompt is the worst
-    case: each of its pages is a node."""
-    size, common = 16, 32  # tokens of a page, pages of the beginning
-    for talks in (100, 1000, 10_000):
-        block_keys, tree, rng = paged.BlockKeys("", size), tiers.HiRadixTree(), random.Random(0)
-
-        def tokens(pages: int, rng=rng) -> list[int]:
-            return [rng.randrange(1 << 15) for _ in range(pages * size)]
-
-        system = tokens(common)
-        for _ in range(talks):
-            tree.take(block_keys.extend([], system + tokens(pages // talks)))
-        count, nodes, asked = tree.size, len(tree.nodes()), system + tokens(prompt // size - common)
-        chain = block_keys.extend([], asked)
-        for end in range(common, len(chain) + 1):
-            tree.take(chain[:end])
-            tree.take(block_keys.extend(list(chain[:end]), [*asked[: end * size], *[end] * size]))  # it branches here
-        assert [page for node, part in tree.spans(chain) for page in node.pages[part]] == chain
-        known = {page for node in tree.nodes() for page in node.pages}
-        alone = tiers.HiRadixTree()
-        alone.take(chain)
-        ways = dict(match_ms=tree.spans, match_one_ms=alone.spans, chain_ms=lambda chain, known=known: [*itertools.takewhile(known.__contains__, chain)])
-        taken = {way: [] for way in ways}
-        for (way, find), _ in itertools.product(ways.items(), range(arguments.rounds or 200)):
-            began = time.perf_counter()
-            find(chain)
-            taken[way].append(1e3 * (time.perf_counter() - began))
-        times = {way: spread(each) for way, each in taken.items()}
-        yield dict(conversations=talks, pages=count, nodes=nodes, **times)
-
-
-def sizes(model, arguments):
-    """400 turns of 60 conversations behind 6 documents, the n-th about as often as 1/n. What is found is what chapter
-    02's pool still has of the chain, as host memory holds all that the device does under write_through."""
-    for size, share in itertools.product((16, 64, 256), (0.125, 0.25, 0.5, 1.0)):
-        rng, block_keys = random.Random(0), paged.BlockKeys("", size)
-        documents = [[rng.randrange(1 << 15) for _ in range(rng.randrange(300, 1500))] for _ in range(6)]
-        talks, found, asked = [list(rng.choice(documents)) for _ in range(60)], 0, 0
-        pool = paged.BlockPool(int(share * HELD) // size, size)
-        for number in rng.choices(range(60), [1 / (1 + number) for number in range(60)], k=400):
-            talks[number] += [rng.randrange(1 << 15) for _ in range(rng.randrange(20, 90))]
-            block_keys.use(chain := block_keys.extend([], talks[number]))
-            pool.share(hits := pool.find(chain))
-            found, asked = found + len(hits) * size, asked + len(talks[number])
-            new = pool.allocate(min(len(chain) - len(hits), pool.available))
-            for block, block_key in zip(new, chain[len(hits) :]):
-                pool.register(block, block_key)
-            pool.release(hits + new)
-        yield dict(page_tokens=size, host=share, found=found / asked)
-
-
 PARTS = {part.__name__: (part, ["random:long"]) for part in (mix, policies)}
-PARTS |= {part.__name__: (part, ["classroom"]) for part in (admission, writes, match, sizes)}
+PARTS |= {part.__name__: (part, ["classroom"]) for part in (admission, writes)}
 
 
 # 5. The tables ----------------------------------------------------------------------------------------------
@@ -334,11 +274,7 @@ def report(found: list[dict]) -> str:
     for row in hits:
         row["length"] = f"{row['history_tokens']:,} tokens"
         row["where"] = ", ".join(f"{tokens:.0f} {tier}" for tier, tokens in row["found"].items() if tokens) or "none"
-    policies = tables.grouped(policies, ("model", "r"), "guard")
     hits = tables.grouped([row for row in hits if row["way"] != "computed"], ("way",), "length")
-    ways = ("computed", *tiers.PREFETCH)
-    sizes = [{**row, "host": f"host memory {row['host']:.1%}"} for row in tables.rows(found, "sizes")]
-    sizes = tables.grouped(sizes, ("page_tokens",), "host")
     return tables.paragraphs(
         tables.table("**Conversations behind documents that fit in no single tier:**", {
             "model, at once": "{model}, {at_once}", "TTFT, device alone": "{device_alone_ms:ms}",
@@ -347,8 +283,8 @@ def report(found: list[dict]) -> str:
         }, mix),
         tables.table(
             "**One history of 1,024 tokens in slow storage alone.** TTFT, and the share of the prompt from storage:", {
-                "model, reading / computing": "{model}, {r:g}",
-                **tables.across(policies, {"as measured": "{measured_r:.2f}"} | {way: f"{{ttft_ms[{way}]:ms}}, {{from_storage[{way}]:%}}" for way in ways}),
+                "model, reading / computing": "{model}, {r:g}, {guard}", "as measured": "{measured_r:.2f}",
+                **{way: f"{{ttft_ms[{way}]:ms}}, {{from_storage[{way}]:%}}" for way in ("computed", *tiers.PREFETCH)},
             }, policies),
         tables.table("**A hit in each tier** (classroom): TTFT over that of computing, and the tokens found there:", {
             "found in": "{way}", **tables.across(hits, {"": "{over_computing:spread}; {where}"}),
@@ -357,10 +293,7 @@ def report(found: list[dict]) -> str:
             "policy": "{policy}", "found in L1, L2, L3": shares, "TTFT": "{ttft_ms:ms}", "to L2": "{saved_bytes:MB}",
             "to L3": "{storage_bytes:MB}", "dirty evicted": "{dirty_evicted}", "pages written": "{pages_written}",
             "lost by a kill, of pages": "{lost_by_a_kill} of {pages}",
-        }, tables.rows(found, "writes")),
-        tables.table("**Host memory and page size**: of the prompts of one mix of conversations, the share found:", {
-            "tokens a page": "{page_tokens}", **tables.across(sizes, {"": "{found:%}"}),
-        }, sizes))  # fmt: skip
+        }, tables.rows(found, "writes")))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
     python -m benchmarks.variants                                  all; results in benchmarks/results/
     python -m benchmarks.variants --only divisions --model random:long --histories 1024
 
-saving       TBT of 1, 4 and 16 that decode, over nothing kept: in two stages (chapter 04), or each layer while it is
-             computed (the paper); or directly, a copy for each run of rows and each layer (Figure 14).
+saving       TBT of 1 and 16 that decode behind 512 tokens, which they share, over nothing kept: in two stages (chapter
+             04), or each layer while it is computed (the paper); or directly, a copy for each run of rows and each
+             layer (Figure 14).
 divisions    TTFT over three links: chapter 05's plan; the paper's closed form; the naive hybrid, which knows no hidden
-             states; hidden states alone (04); K and V alone (03); and tokens divided instead of layers, rounded to a
-             tile or not (Figure 13a). All plans are made from the same costs.
+             states; hidden states alone (04); and K and V alone (03). All plans are made from the same costs.
 
 Figures are HCache's (EuroSys '25). Each row says what was restored; all ways must answer alike.
 """
@@ -17,19 +17,16 @@ import statistics
 from functools import partial
 from itertools import product
 
-import torch
-
 from benchmarks import measure, tables
 from benchmarks import planned as planned_bench
 from benchmarks.measure import draw, ratio, spread
-from benchmarks.planned import hidden_states, links_of, offload, paged, planned
+from benchmarks.planned import hidden_states, links_of, offload, planned
 from common.cache import Cache
 from common.link import runs as runs_of
 from common.requests import Request
 from shell import cli, hardware, lesson
 
 HiddenCache, PlannedCache = hidden_states.HiddenCache, planned.PlannedCache
-TILE = 128  # rows, for which products are fast
 
 # 1. Other ways to save -------------------------------------------------------------------------
 
@@ -78,23 +75,27 @@ class Direct(EachStep):
         self.counts["bytes_out"] += sum(transfer.bytes for transfer in transfers)
 
 
-def saving(model, arguments, new: int = 32):
-    """The prompts are short: what is decoded is kept."""
+def saving(model, arguments, new: int = 32, tokens: int = 512):
+    """The prompts are short, behind a document that stays on the device: what is decoded is kept."""
     rng, link = random.Random(0), hardware.bandwidth(model)
     kinds = {"two stages": HiddenCache, "each layer": EachLayer, "direct": Direct}
-    for running in (1, 4, 16):
-        caches = {name: kind(16 * running + 32, link) for name, kind in kinds.items()}
-        with planned_bench.engines_of(model, {"nothing": Cache(), **caches}, 256 * running) as engines:
+    document = draw(rng, model, tokens)
+    for running in (1, 16):
+        blocks = tokens // 16 + 16 * running
+        caches = {name: kind(blocks + 32, link) for name, kind in kinds.items()}
+        with planned_bench.engines_of(model, {"nothing": Cache(), **caches}, 8 * blocks) as engines:
+            for engine in engines.values():
+                lesson.ask(engine, document)
 
             def tbt(engine, running=running) -> float:
-                lesson.wait_until_idle(engine, "device")
-                requests = engine.generate([Request(draw(rng, model, 32), new) for _ in range(running)])
+                lesson.wait_until_idle(engine)
+                requests = engine.generate([Request(document + draw(rng, model, 16), new) for _ in range(running)])
                 return statistics.mean(request.outcome.tbt_ms for request in requests)
 
             taken = lesson.in_turn({name: partial(tbt, engine) for name, engine in engines.items()}, arguments.rounds)
             ways = {name: dict(tbt_ms=spread(samples), tbt_over_nothing=ratio(samples, taken["nothing"]),
                                bytes_out=engines[name].counts["bytes_out"]) for name, samples in taken.items()}  # fmt: skip
-        yield dict(running=running, ways=ways)
+        yield dict(running=running, behind_tokens=tokens, ways=ways)
 
 
 # 2. Other divisions ----------------------------------------------------------------------------
@@ -105,81 +106,6 @@ def naive_plan(layers: int, costs) -> str:
     return min(plans, key=lambda plan: planned.plan_seconds(plan, costs))
 
 
-def token_wise(costs: planned.LayerCosts, layers: int, tokens: int, step: int = 1) -> tuple[int, int]:
-    """Section 4.1.1's other division, with as many tokens projected as ends first, in multiples of `step`: in
-    every layer those before are recomputed, where projecting is the faster lane, or else those behind are
-    loaded -> the first token that is projected, and the one behind the last. A token is taken to cost the same
-    however many there are."""
-    slower = costs.project + costs.question > costs.load_states
-
-    def seconds(projected: int) -> float:
-        share = projected / tokens
-        loading = share * costs.load_states + slower * (1 - share) * costs.load_kv
-        computing = share * costs.project + (not slower) * (1 - share) * costs.recompute + costs.question
-        return max(loading + layers * computing, layers * loading + computing)
-
-    projected = min({*range(0, tokens, step), tokens}, key=seconds)
-    return (0, projected) if slower else (tokens - projected, tokens)
-
-
-class TokenWise(PlannedCache):
-    """Tokens are divided, not layers: in every layer those before `first` are recomputed, those from `last`
-    on are loaded as K and V, and the others are projected. A layer is there when all of that is."""
-
-    def __init__(self, blocks, bandwidth, layers: int, first: int, last: int):
-        super().__init__(blocks, bandwidth, plan="R" + "H" * (layers - 1))
-        self.first, self.last = first, last
-
-    def init_store(self):
-        """Keep everything: what comes back of it is what is divided."""
-        super().init_store()
-        layers, side = range(1, len(self.letters)), self.kv.shape[-1]
-        rows = [(layer, self.width) for layer in layers] + [(layer, side) for layer in layers for _ in "KV"]
-        self.use_store(self.layers, hidden_states.BlockStore(self, "tokens", self.blocks, rows))
-
-    def restore(self, request, restoration, match):
-        if self.first:
-            front = Request(request.tokens[: self.first], 1, table=request.table)
-            with torch.inference_mode():
-                self.batch = paged.Batch(self.pool, [(front, self.first)])
-                self.front = self.model.embed(self.batch.tokens)  # [first, D]
-                self.rotation = self.model.rotary(self.batch.positions)  # [first, 1, hd] each
-        yield from HiddenCache.restore(self, request, restoration, match)
-
-    def restore_layer(self, loading, layer):
-        return HiddenCache.restore_layer(self, loading, layer)
-
-    def issue_layer(self, loading, layer):
-        """Order the rows of a layer's states that are projected, and the K and V that are loaded."""
-        size, numbers = self.pool.block_size, loading.blocks
-        states, *sides = (part for part, owner in zip(self.store.parts, self.store.layers) if owner == layer)
-        landed = torch.empty(len(numbers), *states.shape[1:], dtype=states.dtype, device=self.model.device)
-        into, out_of = [], []
-        for index, number in enumerate(numbers):
-            rows = slice(max(0, self.first - size * index), max(0, self.last - size * index))
-            if rows.start < min(size, rows.stop):
-                into.append(landed[index, rows])  # [n, D]
-                out_of.append(states[number, rows])
-        table = loading.request.table[self.last // size : len(numbers)]
-        for to, at, count in runs_of(table, numbers[self.last // size :]):
-            into += [side[to : to + count] for side in self.kv[layer]]
-            out_of += [side[at : at + count] for side in sides]
-        loading.landing[layer] = landed.flatten(0, 1)
-        self.copy_layer(loading, layer, into, out_of)
-        self.hold("load", [loading.transfers[layer]], (self.pool, table))
-
-    @torch.inference_mode()
-    def project(self, layer, hidden, rotation, slots):
-        if self.first and layer + 1 < len(self.model.layers):
-            attend = self.batch.attend(layer)
-            self.front = self.model.layers[layer](self.front, self.rotation, attend)  # [first, D]
-        elif self.first:
-            super().project(layer, self.front, self.rotation, slots[: self.first])
-        rows = slice(self.first, self.last if layer else None)  # the embedding is there, of all tokens
-        if len(hidden[rows]):
-            super().project(layer, hidden[rows], [side[rows] for side in rotation], slots[rows])
-
-
 def divisions(model, arguments):
     rng, layers = random.Random(0), len(model.layers)
     for tokens, (words, share) in product([tokens // 16 * 16 for tokens in arguments.histories], links_of(model).items()):
@@ -187,24 +113,19 @@ def divisions(model, arguments):
         blocks, speed = ours.lower_tier.cache.blocks, ours.lower_tier.cache.bandwidth
         others = {"closed form": planned.closed_form(layers, costs), "naive": naive_plan(layers, costs)}
         plans = {"05": ours.lower_tier.cache.letters, **others, "04": "R" + "H" * (layers - 1), "03": "K" * layers}
-        splits = {name: token_wise(costs, layers, tokens, step)
-                  for name, step in {"tokens": 1, "tokens, rounded": TILE}.items()}
         caches = {name: PlannedCache(blocks, speed, plan=letters) for name, letters in others.items()}
         caches |= {"04": HiddenCache(blocks, speed), "03": offload.HostCache(tokens // 8, speed)}
-        caches |= {name: TokenWise(blocks, speed, layers, *split) for name, split in splits.items()}
         with planned_bench.engines_of(model, caches, tokens) as engines:
             engines |= {"05": ours}
             ways = planned_bench.compare({"05": ours, **engines}, draw(rng, model, tokens), arguments.rounds, rng, "05")
         for name, letters in plans.items():
             ways[name]["plan"] = letters
-        for name, (first, last) in splits.items():
-            ways[name]["plan"] = f"{first} R, {last - first} H, {tokens - last} K"  # tokens, not layers
         yield dict(history_tokens=tokens, link=words, ways=ways, transfer_over_projecting=costs.load_states / costs.project)
 
 
 # 3. The tables and main ------------------------------------------------------------------------
 
-PARTS = {part.__name__: (part, ["classroom", "random:long"]) for part in (saving, divisions)}
+PARTS = {"saving": (saving, ["classroom", "random:long"]), "divisions": (divisions, ["random:long"])}
 
 
 def report(found: list[dict]) -> str:
@@ -216,15 +137,15 @@ def report(found: list[dict]) -> str:
     divided = tables.grouped(divided, ("way",), "column")
     return tables.paragraphs(
         tables.table(
-            "**Other ways to save** (Figure 14; the paper: two stages cost nothing, a 7B's TBT directly to SSDs is up to 1.34 times as long where "
-            "16 decode), TBT over that of nothing kept:", {
+            "**Other ways to save** (Figure 14, behind 512 tokens; in the paper two stages cost nothing, and a 7B's TBT directly to "
+            "SSDs is up to 1.34 times as long where 16 decode; here all go to host memory), TBT over that of nothing kept:", {
                 "running": "{running}",
                 **tables.across(saved, {
                     "nothing kept": "{ways[nothing][tbt_ms]:ms}",
                     **{way: f"{{ways[{way}][tbt_over_nothing]:spread}}" for way in ("two stages", "each layer", "direct")}}),
             }, saved),
         tables.table(
-            "**Other divisions** (Figures 8, 12 and 13a; behind a link: how many projections a transfer took): plan, TTFT, and that "
+            "**Other divisions** (Figures 8 and 12; behind a link: how many projections a transfer took): plan, TTFT, and that "
             "over chapter 05's:", {
             "way": "{way}", **tables.across(divided, {"": "{plan:plan}: {ttft_ms:ms}, {ttft_over_05:spread}"}),
         }, divided))  # fmt: skip

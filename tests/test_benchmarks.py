@@ -4,8 +4,6 @@ import argparse
 import json
 import math
 import random
-import statistics
-import threading
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from conftest import load, write_model
 from benchmarks import both_ends, claims, outside, ranks, tiered, variants
 from common import estimates, machine, restoring
 from common.cuda_link import Link
-from common.requests import Unavailable
 from common.timeline import Clock
 from shell import checkpoint
 from shell.modelled_link import Bandwidth
@@ -73,20 +70,6 @@ def test_direct_saving_copies_each_run_and_layer_and_writes_it_where_the_block_i
     engine.close()
 
 
-SPLITS = [(0, 128), (1, 128), (0, 70), (30, 90), (0, 0)]
-
-
-@pytest.mark.parametrize("first, last", SPLITS)
-def test_divided_tokens_come_back(first, last):
-    cache = variants.TokenWise(128, BANDWIDTH, 3, first, last)
-    request = goes_on(cache)
-    assert request.found == {"cpu": HISTORY}
-    config, size = cache.model.config, cache.model.dtype.itemsize
-    kv = config.kv_numbers_per_token // 3 * size * (HISTORY - last // 16 * 16)  # whole blocks
-    states = (last - first) * config.hidden_size * size
-    assert cache.counts["bytes_in"] == 2 * 2 * (kv + states), "of two layers, twice"
-
-
 def test_the_naive_plan_is_the_best_without_hidden_states():
     rng = random.Random(5)
     for _ in range(100):
@@ -99,26 +82,25 @@ def test_the_naive_plan_is_the_best_without_hidden_states():
 
 def test_of_histories_that_come_back_at_once_each_chapter_brings_all(wider, monkeypatch):
     monkeypatch.setattr(variants.planned_bench, "LENGTHS", [64, 128])
-    (row,) = variants.planned_bench.at_once(wider, argparse.Namespace(rounds=2))
-    kv = 192 * wider.config.kv_numbers_per_token * wider.dtype.itemsize
-    assert row["bytes"]["03"] == kv >= row["bytes"]["05"] > 0
-    rates = [each["samples"] for each in row["rounds_per_second"].values()]
-    assert row["over_03"]["samples"] == pytest.approx([ours / theirs for theirs, ours in zip(*rates)])
+    for row, times in zip(variants.planned_bench.at_once(wider, argparse.Namespace(rounds=2)), (1, 2), strict=True):
+        kv = times * 192 * wider.config.kv_numbers_per_token * wider.dtype.itemsize
+        assert row["at_once"] == 2 * times and row["bytes"]["03"] == kv >= row["bytes"]["05"] > 0
+        rates = [each["samples"] for each in row["rounds_per_second"].values()]
+        assert row["over_03"]["samples"] == pytest.approx([ours / theirs for theirs, ours in zip(*rates)])
+
+
+def test_computing_a_history_is_asked_in_turn_with_what_restores_it(wider):
+    (row, *_) = variants.planned_bench.behind_histories(wider, argparse.Namespace(histories=[128], rounds=2, name="wider"))
+    assert row["restored"] == {"02": 0, "03": 128, "04": 128, "05": 128} and row["bytes"]["02"] == 0
+    times = {name: figure["samples"] for name, figure in row["ttft_ms"].items()}
+    for base, name in (("02", "05"), ("03", "04"), ("04", "05")):
+        over = [theirs / ours for theirs, ours in zip(times[base], times[name], strict=True)]
+        assert row[f"over_{base}"][name]["samples"] == pytest.approx(over)
 
 
 # 2. Beside other systems -----------------------------------------------------------------------
 
-SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=5, SAID=(20, 150), DOCUMENTS=8, LENGTH=80, ASKS=12, BEGINS=80,
-             SESSIONS={1.0: 2}, ROUNDS=3, THINK=0.3, WINDOW=0.3, EVERY=0.1)
-
-
-@pytest.fixture(autouse=True)
-def threads(monkeypatch):
-    """Engines step on the thread that loads the weights, as the product does it: else PyTorch starts its threads twice."""
-    plain, stepped = engines.paged.Engine.step, set()
-    monkeypatch.setattr(engines.paged.Engine, "step", lambda own: stepped.add(threading.current_thread()) or plain(own))
-    yield stepped
-    assert stepped <= {threading.main_thread()}
+SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=5, SAID=(20, 150), DOCUMENTS=8, LENGTH=80, ASKS=12)
 
 
 @pytest.fixture
@@ -143,30 +125,23 @@ def test_in_conversations_almost_all_that_was_there_is_found(bench):
             assert systems[name]["found"] > 0.9 * row["could_be_found"], "all full blocks"
 
 
-def test_later_rounds_of_sessions_are_all_accounted_for(bench):
-    bench.bandwidth = BANDWIDTH  # what is kept has left before the next round
-    rows = {row["system"]: row for row in outside.sessions(bench, 2)}
+def test_rounds_of_sessions_that_servers_answer_over_http_are_all_accounted_for(monkeypatch):
+    """The rate at which a system diverges is its last one, and the others go on."""
+    for name, value in dict(SESSIONS=3, RUNS=2, ROUNDS=6, BEGINS=400, RATES=[4.0, 8.0], DIVERGED=0.0).items():
+        monkeypatch.setattr(outside, name, value)
+    model, *_ = checkpoint.load("classroom", "float32", "cpu")
+    rows = {row["system"]: row for row in outside.sessions(model, argparse.Namespace(name="classroom"))}
+    assert {(row["rate"], row["diverged"]) for row in rows.values()} == {(4.0, True)} and len(rows) == 4
     for name, row in rows.items():
-        samples = [row[what]["samples"] for what in ("ttft_ms", "tbt_ms", "over_03")]
-        assert [*map(len, samples)] == 3 * [row["requests"]] == 3 * [2 * 2 * 2]
-        assert (row["restored"] > 0) == (name in ("03", "04", "05"))
-    expected = [ours / theirs for ours, theirs in zip(*(rows[name]["ttft_ms"]["samples"] for name in ("05", "03")))]
-    assert rows["05"]["over_03"]["samples"] == pytest.approx(expected) and set(rows["03"]["over_03"]["samples"]) == {1.0}
+        assert row["requests"] == len(row["ttft_ms"]["samples"]) == len(row["tbt_ms"]["samples"]) == 2 * 6
+        assert (row["restored"] > 0) == (name != "02") and len(row["p90_over_03"]["samples"]) == 2
+    assert rows["03"]["p50_over_03"]["samples"] == rows["02"]["tbt_over_02"]["samples"] == [1.0, 1.0]
 
 
-def test_what_a_client_raises_is_raised_and_its_requests_are_cancelled(bench):
-    asked, engine = [], bench.engines(600, 600)["02"]
-    with pytest.raises(IndexError):
-        outside.served(engine, lambda server: asked.append(bench.submit(server, "02", bench.prompt(40), 400)) or asked[1])
-    assert isinstance(asked[0].outcome, Unavailable)
-
-
-def test_beside_others_the_history_comes_back(bench):
-    rows = {row["system"]: row for row in outside.beside(bench, 1)}
-    for name, row in rows.items():
-        assert row["came_back"] >= 1 and (row["bytes_in"] > 0) == (name in ("03", "04", "05"))
-        assert row["restored"] == row["came_back"] * (name in ("03", "04", "05"))
-        assert (row["projecting"] > 0) == (name == "04") or name == "05"
+@pytest.mark.parametrize("over, rate", [([1.0, 2.0, 8.0], 8 * 2**-0.5), ([1.0, 2.0, 3.0], 8.0), ([5.0], 2.0)])
+def test_the_rate_that_is_sustained_lies_between_two_that_were_measured(over, rate):
+    rows = [dict(system="05", rate=2.0 * 2**step, over_lowest_rate=times) for step, times in enumerate(over)]
+    assert outside.sustained(rows) == {"05": pytest.approx(rate)}
 
 
 # 3. Both ends ----------------------------------------------------------------------------------
@@ -179,27 +154,34 @@ def wider(tmp_path_factory):
 def test_a_cell_of_the_grid_says_what_was_loaded_and_how_far_the_bound_is(wider):
     row = next(both_ends.grid(wider, argparse.Namespace(histories=[192], rounds=2, r=[1.0], share=[])))
     assert row["loaded_chunks"] + row["computed_chunks"] == 3
-    hit, taken = row["hit_ms"], row["ttft_ms"]
-    load, compute = taken["load"] - hit, max(1.0, row["slowed"]) * (taken["compute"]["median"] - hit)
-    assert row["bound_ms"] == pytest.approx(hit + load * compute / (load + compute))
-    over = [both / row["bound_ms"] for both in row["ttft_ms"]["both"]["samples"]]
-    assert row["over_bound"]["median"] == pytest.approx(statistics.median(over))
+    times = {way: figure["samples"] for way, figure in row["ttft_ms"].items()}
+    assert row["over_better"]["samples"] == [both / min(one, other) for both, one, other in zip(*map(times.get, ("both", "compute", "load")))]
+    assert row["over_bound_ms"]["samples"] == pytest.approx([both - row["bound_ms"] for both in times["both"]])
+    load, compute = (max(1.0, row["ttft_ms"][way]["median"] - row["hit_ms"]) for way in ("load", "compute"))
+    assert row["bound_ms"] == pytest.approx(row["hit_ms"] + both_ends.time_to_meet(wider.config, 192, load, max(1.0, row["slowed"]) * compute))
+
+
+def test_both_ends_meet_later_in_the_text_than_where_every_token_costs_the_same(wider):
+    """Early tokens see less, so computing gets further than its share, and both meet sooner."""
+    assert both_ends.time_to_meet(wider.config, 192, 9.0, 1e9) == pytest.approx(9.0) and both_ends.time_to_meet(wider.config, 192, 1e9, 9.0) == pytest.approx(9.0)
+    assert 4.0 < both_ends.time_to_meet(wider.config, 192, 9.0, 9.0) < 4.5
 
 
 def counted(part: str, read, **row) -> bool:
     """Whether a claim takes a row to have exercised something."""
-    return bool(read("", lambda row: 1.0)([dict(claim=part, model="m", rows=[row])]))
+    return bool(read([dict(claim=part, model="m", rows=[row])]))
 
 
 @pytest.mark.parametrize("hit, counts", [(18.0, True), (104.0, False)])
 def test_a_cell_whose_loading_took_no_longer_than_a_device_hit_says_nothing(hit, counts):
     row = dict(history_tokens=1024, r=1, share=1.0, loaded_chunks=8, computed_chunks=8, hit_ms=hit, ttft_ms=dict(load=90.0))
-    assert counted("grid", lambda label, value: claims.grid(value), **row) == counts
+    assert counted("grid", claims.grid(lambda row: 1.0), **row) == counts
 
 
-@pytest.mark.parametrize("measured, counts", [(1.8, True), (2.6, False)])
+@pytest.mark.parametrize("measured, counts", [(1.8, True), (2.8, False)])
 def test_a_row_whose_storage_was_not_as_slow_as_it_says_says_nothing(measured, counts):
-    assert counted("policies", claims.policies, r=2.0, measured_r=measured, from_storage=dict(both_ends=0.3)) == counts
+    row = dict(r=2.0, guard=True, measured_r=measured, from_storage=dict(both_ends=0.3), both_ends_over=dict(timeout=1.0))
+    assert counted("policies", claims.policies("timeout"), **row) == counts
 
 
 def test_a_hit_in_host_memory_is_found_whole_also_after_a_slow_link(wider, monkeypatch):

@@ -103,6 +103,22 @@ def ttft_gains(other: str, histories: list[int], new: int) -> list[float]:
     return gains
 
 
+def token_wise(costs: Costs, layers: int, tokens: int, step: int = 1) -> tuple[int, int]:
+    """Section 4.1.1's other division, with as many tokens projected as ends first, in multiples of `step`: in every layer those
+    before are recomputed, where projecting is the faster lane, or else those after them are loaded. A token is taken to cost
+    the same however many there are. Returns the first token that is projected, and the one after the last."""
+    slower = costs.project + costs.question > costs.load_states
+
+    def seconds(projected: int) -> float:
+        share = projected / tokens
+        loading = share * costs.load_states + slower * (1 - share) * costs.load_kv
+        computing = share * costs.project + (not slower) * (1 - share) * costs.recompute + costs.question
+        return max(loading + layers * computing, layers * loading + computing)
+
+    projected = min({*range(0, tokens, step), tokens}, key=seconds)
+    return (0, projected) if slower else (tokens - projected, tokens)
+
+
 def over_plan(plan: str) -> float:
     """Bytes of K and V over those of a plan."""
     return 2 * len(plan) / (plan.count("H") + 2 * plan.count("K"))
@@ -166,6 +182,11 @@ def ssds():
     yield from gains("4 each", SEVEN, on_ssds(SEVEN, 4), KV=kv, naive=naive)
     seconds = yield from gains("3 each", THIRTY, on_ssds(THIRTY, 3), KV=kv, naive=naive, states=states)
     yield "30B, 3 each: hidden states only over KV", 0.87, seconds["KV"] / seconds["states"]
+    yield "Figure 13a. 13B, one SSD: layers, or tokens, that come from hidden states; others are recomputed"
+    costs = on_ssds(THIRTEEN, 1)
+    first, last = token_wise(costs, THIRTEEN.layers, TOKENS)
+    yield "13B, layers, closed form", 31, planned.closed_form(THIRTEEN.layers, costs).count("H")
+    yield "13B, tokens", 794.0, float(last - first)
 
 
 def lengths():
