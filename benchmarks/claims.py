@@ -146,7 +146,7 @@ def step_of_table_iii(before: str, after: str) -> Callable:
 
 
 def from_disk(key: str) -> Callable:
-    return cells("restored", "{system}", lambda row: row[key], lambda row: row.get("fetched"), place="dropped")
+    return cells("restored", "{system}", lambda row: row[key], lambda row: row.get("fetched") and row["restored"], place="dropped")
 
 
 # 2. The claims ----------------------------------------------------------------------------------------------

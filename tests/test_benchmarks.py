@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import load, write_model
 
-from benchmarks import both_ends, claims, outside, ranks, tiered, variants
+from benchmarks import both_ends, claims, outside, ranks, real_storage, tiered, variants
 from common import estimates, machine, restoring
 from common.cuda_link import Link
 from common.timeline import Clock
@@ -192,6 +192,32 @@ def test_a_hit_in_host_memory_is_found_whole_also_after_a_slow_link(wider, monke
     found = {row["way"]: row["found"] for row in rows}
     assert found["host"] == dict(gpu=0, cpu=128, storage=0)
     assert found[tiered.SLOWER] == found["computed"] == dict(gpu=0, cpu=0, storage=0)
+
+
+def test_a_history_comes_back_from_files_on_the_disk_and_from_redis(wider, monkeypatch):
+    monkeypatch.setattr(real_storage, "READ", 1 << 20)
+    few = argparse.Namespace(histories=[192], rounds=2)
+    try:
+        before = real_storage.fetched()
+        disk = list(real_storage.disk(wider, few))
+    except (OSError, ValueError) as reason:
+        pytest.skip(f"no disk: {reason}")
+    counted = real_storage.fetched() > before  # by direct reads; not on each file system
+    assert len(disk) == 4 and all(row[speed]["min"] > 0 for row in disk for speed in ("direct_gbps", "files_gbps"))
+    rows = [row for row in real_storage.restored(wider, few) if "skipped" not in row]
+    back = {(row["system"], row["place"]): row for row in rows if row["system"] in ("04", "05", "07, wait_complete")}
+    assert {system for system, place in back if place in ("dropped", "page cache", "modelled")} == {"04", "05", "07, wait_complete"}
+    whole = 192 * wider.config.kv_numbers_per_token * wider.dtype.itemsize
+    for (system, place), row in back.items():
+        assert row["found"] == {"storage" if "07" in system else "disk": 192} and row["restored"] == 192
+        assert not counted or (row["fetched"] >= row["bytes"]) == (place == "dropped")
+        assert 0 < row["bytes"] == (whole if "07" in system else row["bytes"]) <= whole
+        computed, ttft, modelled = (each["samples"] for each in (row["computed_ms"], row["ttft_ms"], back[system, "modelled"]["ttft_ms"]))
+        assert row["over_computing"]["samples"] == pytest.approx([ours / theirs for ours, theirs in zip(ttft, computed)])
+        assert row["over_modelled"]["samples"] == pytest.approx([ours / theirs for ours, theirs in zip(ttft, modelled)])
+        hit = row["hit_ms"]["median"]
+        assert row["bound_ms"] == pytest.approx(max(hit, row["bytes"] / row["speed_gbps"] / 1e6 + hit / len(wider.layers)))
+    assert all(real_storage.report([dict(claim="restored", model="m", rows=rows)]).count(row["system"]) for row in rows)
 
 
 def test_a_rank_has_a_link_of_the_speed_that_its_rows_say(monkeypatch):
