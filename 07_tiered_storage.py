@@ -4,17 +4,21 @@ The problem. Host memory is larger than the device's, but it is one machine's, a
 process. A service runs many engines, and what one of them has read the others compute again.
 
 The mechanism. Pages of K and V live on the device (L1), in host memory (L2), and in storage that many engines
-share (L3). One radix tree says which tiers have a page. As soon as a request stands in line, storage is asked
-for its pages, and those that neither L1 nor L2 has are fetched:
+share (L3). One radix tree says which tiers have a page. While a request is queued, the cache asks storage for
+its pages, and prefetches those that neither L1 nor L2 has:
 
     tokens   0          320            800                        1792      16 tokens a page
     pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|
-             found      | by layers    | prefetched into L2, then by layers (chapter 03)
+             found      | by layers    | prefetched into L2, and from there on to L1
 
-How long does it wait for storage? `best_effort`: not at all, it takes what has come at its turn. `timeout`:
-so many seconds, and some for each 1,024 tokens. `wait_complete`: to the end. `both_ends`: until storage has
-said what it has; then it computes from the front while pages arrive from the back (chapter 06). But never
-longer than computing would take, nor for a load that takes more than 0.8 of that.
+The two copies are a pipeline: the link loads pages that are in L2 while storage reads later ones. Pages that
+are not in L1 when the request is admitted are loaded layer by layer (chapter 03).
+
+How long does a request wait for storage? `best_effort`: not at all, it uses the pages that are there at its
+turn. `timeout`: a number of seconds, and more for each 1,024 tokens. `wait_complete`: until all pages are
+there. `both_ends`: until storage has answered which pages it has; then the engine computes from the front
+while pages arrive from the back (chapter 06; examples/both_ends.py). No request waits longer than computing
+would take, nor for a load that takes more than 0.8 of that.
 
 When does a page go down? `write_through`: when it is full. `write_through_selective`: when a second request
 has it on the device. `write_back`: when a tier evicts it and none below has it (for L1's the engine waits).
@@ -32,6 +36,7 @@ import shell.cli as cli
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, takewhile
@@ -46,7 +51,7 @@ from shell import backends, charts, hardware, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
-both_ends = importlib.import_module("06_bidirectional")
+READ = 64  # tokens, whose pages one read or write of storage moves
 RETRY_SECONDS, RETRY_REQUESTS = 1.0, 4  # ask storage again after so long, for so many of the queue
 WRITE = "write_through", "write_through_selective", "write_back"
 TALKS = 6  # conversations of the demo
@@ -186,10 +191,12 @@ class Prefetch:
     until: float  # seconds of time.perf_counter(): the policy waits no longer
     ended: bool  # no read is begun any more: all have come, too few, no place is left, or nobody waits
     pages_read: set  # their prefixes
+    loaded: set  # prefixes of pages that were copied to the device while others were being read
+    pays: bool  # loading it is worth its time: the engine has decided so, or no request waits (best_effort)
     asked_at: float = field(default_factory=time.perf_counter)
     answered: bool = False  # storage has said how many pages it has
-    pays: bool = False  # the engine has decided that it is worth waiting for
     reads: list = field(default_factory=list)  # Transfers of the reads that were begun
+    load: object = None  # Transfer of pages that are being copied to the device
 
 
 class TieredCache(offload.HostCache):
@@ -226,7 +233,7 @@ class TieredCache(offload.HostCache):
         if self.layout == "page_first":  # other bytes than those of the other layouts: under other keys
             namespace = f"{self.model.digest.hex()} {self.model.dtype} kv page_first"
             engine.block_keys = paged.BlockKeys(namespace, self.pool.block_size)
-        self.pages_at_once = max(1, both_ends.CHUNK // self.pool.block_size)  # in a read or write of storage
+        self.pages_at_once = max(1, READ // self.pool.block_size)
         self.step_began = 0  # of all uses: what was used since does not leave host memory for another page
         if self.storage:
             self.storage.open(engine.wake.set)
@@ -323,8 +330,6 @@ class TieredCache(offload.HostCache):
         there = [page for page in pages if arrived and page.digest not in self.storage.doubted]
         for node in self.tree.change(there):
             node.stored = True
-        if self.write_policy == "write_back":
-            self.counts["pages_written"] += len(there)
         self.count_lost(pages)
 
     # It leaves the device, and later host memory
@@ -356,9 +361,6 @@ class TieredCache(offload.HostCache):
         """Write copies of owed pages that leave host memory, as far as that can be."""
         host_block_of = {page: host_block for host_block, page in leaving}
         full = len(self.writing) > self.pool.size + self.host.size  # copies take no more than these pools
-        if self.storage and self.write_policy == "write_back":
-            for node in self.tree.change(host_block_of):
-                self.counts["dirty_evicted"] += len(self.to_write(node))
         if self.storage and not (full or self.storage.writer.hangs):
             self.write_l3(host_block_of, leaving=True)
         for node in self.tree.change(host_block_of):
@@ -388,8 +390,8 @@ class TieredCache(offload.HostCache):
         timeout = request.received + self.timeout[0] + self.timeout[1] * tokens / 1024
         most = request.wait_deadline
         until = dict(best_effort=0.0, timeout=min(timeout, most)).get(self.prefetch_policy, most)
-        pages_read = request.memo.pages_read if request.memo else set()
-        request.memo = Prefetch(request, chain, until, tokens < max(1, self.threshold), pages_read)
+        moved = (request.memo.pages_read, request.memo.loaded) if request.memo else (set(), set())
+        request.memo = Prefetch(request, chain, until, tokens < max(1, self.threshold), *moved, not until)
         self.ask_l3(request.memo)
 
     def num_local(self, chain: list) -> int:
@@ -432,8 +434,7 @@ class TieredCache(offload.HostCache):
         host memory. What other prefetches have read stays there, since it is about to be used."""
         to_read = self.to_read(prefetch)
         if fits := max(0, min(len(to_read), self.host.size // 2 - len(self.reading))):
-            asked = (one for one in (*self.engine.waiting, *self.engine.running) if one.memo)
-            kept = (one.memo.pages_read for one in asked if not (one.table and one.memo.ended))
+            kept = (one.memo.pages_read for one in self.engine.waiting if one.memo)
             fits = self.host.make_room(fits, set(prefetch.chain).union(*kept))
         for at in range(0, fits, self.pages_at_once):
             run = to_read[at:fits][: self.pages_at_once]
@@ -482,15 +483,16 @@ class TieredCache(offload.HostCache):
             prefetch.pays = waits = self.engine.lower_tier.decide(request, self.offer(request)) > 0
         if not waits:
             self.end_prefetch(prefetch)
-        return waits
+        return waits or prefetch.load is not None  # pages on their way to the device arrive before any others
 
     def offer(self, request) -> Match:
-        """What storage has said it has: read first, and then loaded."""
+        """Offer what storage has. The link loads pages while storage reads later ones, except the last."""
         prefetch, block = request.memo, self.host.block_bytes
         tokens = len(prefetch.chain) * self.pool.block_size - request.computed
+        pages = self.pool.num_blocks(tokens)
         read = self.storage.seconds(len(self.to_read(prefetch)) * block)
-        load = self.load_link.seconds(tokens // self.pool.block_size * block)
-        return Match(tokens, read + load, prefetch, {"storage": tokens})
+        load, last = self.load_link.seconds(pages * block), min(1, self.pages_at_once / pages)
+        return Match(tokens, max(read, load) + last * min(read, load), prefetch, {"storage": tokens})
 
     def end_prefetch(self, prefetch: Prefetch):
         """Nobody waits for this prefetch any more: cancel its reads that have not begun."""
@@ -499,9 +501,47 @@ class TieredCache(offload.HostCache):
 
     # It comes back to the device
 
+    def load_ahead(self, prefetch: Prefetch):
+        """Copy pages in host memory that follow those on the device, all layers at once, while later ones are
+        being read. Admission finds them there. `match` offers the pages that have not been copied by then."""
+        chain, pool, on_device = prefetch.chain, self.pool, self.pool.find(prefetch.chain)
+        first, host_blocks = len(on_device), self.host.find(chain[len(on_device) :])
+        room = pool.available - len(self.engine.running)  # each running request may need one more block
+        needed = set().union(*(one.memo.chain for one in self.engine.waiting if one.memo))
+        if fits := pool.make_room(max(0, min(len(host_blocks), room)), needed):
+            pages, host_blocks = chain[first : first + fits], host_blocks[:fits]
+            blocks = pool.allocate(fits, on_device[-1] if on_device else None, len(chain) - first)
+            device, host = pool.memory.movedim(2, 0), self.host.memory.movedim(1, 0)  # [blocks, L, 2, ...]
+            copy = self.load_link.copy(device, host, f"page {first}", links.BlockPairs(blocks, host_blocks))
+            prefetch.load, then = copy, partial(self.loaded_ahead, prefetch, pages, blocks, copy)
+            self.hold("load", [copy], (self.host, host_blocks), given=[(pool, blocks)], then=then)
+
+    def loaded_ahead(self, prefetch: Prefetch, pages: list, blocks: list[int], copy, arrived: bool):
+        """A copy is over. If it has not failed, its pages are on the device."""
+        prefetch.load = None
+        for block, page in zip(blocks, pages := pages if arrived else []):
+            self.pool.register(block, page)
+        for node in self.tree.change(pages):
+            node.device = True
+        prefetch.loaded.update(pages)
+        prefetch.request.timeline.add("load", copy.label, *copy.span())
+        self.counts.update(swap_ins=len(pages), bytes_in=copy.bytes)
+
+    def credit(self, request, prefetch: Prefetch):
+        """Count pages that were loaded ahead where they came from: admission has found them on the device."""
+        size, found = self.pool.block_size, Counter(request.found)
+        ahead = prefetch.loaded.intersection(request.chain[: found["gpu"] // size])
+        read = len(ahead & prefetch.pages_read)
+        came = Counter(cpu=size * (len(ahead) - read), storage=size * read)
+        request.found = dict(found - Counter(gpu=size * len(ahead)) + came)
+        self.counts["restored_tokens"] += size * len(ahead)
+        prefetch.loaded.clear()
+
     def match(self, request):
         """Offer the next run in host memory."""
         missing, prefetch = self.missing(request), request.memo
+        if prefetch and prefetch.loaded and not request.readmitted:
+            self.credit(request, prefetch)
         there = takewhile(lambda span: span[0].host_blocks, self.tree.spans(missing))
         if host_blocks := [host_block for node, part in there for host_block in node.host_blocks[part]]:
             tokens, read = self.tokens_in(request, host_blocks), prefetch.pages_read if prefetch else set()
@@ -521,12 +561,11 @@ class TieredCache(offload.HostCache):
             late = not asked or asked.ended and asked.answered and now > asked.asked_at + RETRY_SECONDS
             if late and not request.must_compute:
                 self.submitted(request)
-        for request in (*self.engine.waiting, *self.engine.running):
-            prefetch, restoration = request.memo, request.restoration
-            if prefetch and request.table and not (restoration and restoration.generator):
-                self.end_prefetch(prefetch)  # the request computes
-            elif prefetch and prefetch.answered and not prefetch.ended:
+        for prefetch in [request.memo for request in self.engine.waiting if request.memo]:
+            if prefetch.answered and not prefetch.ended:
                 self.read_l3(prefetch)
+                if prefetch.pays and not (prefetch.ended or prefetch.load):
+                    self.load_ahead(prefetch)
         self.send_l3()
 
     def finished(self, request):
@@ -548,80 +587,17 @@ class TieredCache(offload.HostCache):
         self.close_each(super(), self.storage)
 
 
-# 3. A fourth policy ----------------------------------------------------------------------------
+# 3. The prefetch policies -----------------------------------------------------------------------
 
-class BothEndsCache(TieredCache):
-    """Computes from the front while pages come from storage, the last one first (chapter 06): a request waits
-    until storage has said what it has."""
-
-    direction = -1
-
-    def waits(self, request):
-        return not (request.memo and request.memo.answered) and super().waits(request)
-
-    def offer(self, request):
-        """What storage has said it has, while the engine computes from the front."""
-        match = super().offer(request)
-        compute = self.estimates.seconds_to_compute(request.computed, request.computed + match.tokens)
-        match.seconds, _ = both_ends.time_to_meet(match.seconds, compute)
-        return match
-
-    def match(self, request):
-        """Offer the next run in host memory (`blocks`: its places); if there is none, what storage has
-        (`blocks`: the Prefetch)."""
-        match = super().match(request)
-        return self.offer(request) if not match and self.offers(request, request.computed) else match
-
-    def offers(self, request, start: int) -> bool:
-        """Whether storage has brought, or may bring, what is behind token `start`."""
-        prefetch = request.memo
-        if not prefetch or not prefetch.answered or len(prefetch.chain) * self.pool.block_size <= start:
-            return False
-        return not prefetch.ended or prefetch.chain[-1] in self.host.block_of
-
-    def restore(self, request, restoration, match):
-        """Load what host memory has; or compute from the front, and load from the back."""
-        if isinstance(match.blocks, Prefetch):
-            return (yield from self.restore_from_back(request, restoration, match.blocks))
-        if self.offers(request, restoration.end):
-            restoration.limit = restoration.end  # no step goes on behind it: storage offers what follows
-        yield from super().restore(request, restoration, match)
-        restoration.limit = restoration.start
-
-    def restore_from_back(self, request, restoration, prefetch: Prefetch):
-        """Claim pages that have come into host memory, by lowering `limit`, and copy them to the request's
-        blocks, until both ends have met or no more pages come. No step computes what is claimed."""
-        size, copies, restoration.limit = self.pool.block_size, [], restoration.end
-        try:
-            while not restoration.ends_met:
-                offload.HostCache.poll(self)  # takes in what has been read meanwhile, and begins no reads
-                front = request.computed + dict(self.engine.work).get(request, 0)  # where the step ends
-                unclaimed = prefetch.chain[self.pool.num_blocks(front) : restoration.limit // size]
-                ready = [*takewhile(self.host.block_of.__contains__, reversed(unclaimed))]
-                if ready:
-                    restoration.limit -= len(ready) * size
-                    host_blocks = [self.host.block_of[page] for page in reversed(ready)]
-                    copies += self.copy_in(request, restoration.limit, host_blocks)
-                elif prefetch.ended:
-                    break  # storage brings no more
-                else:  # the next step computes its share of the rest (chapter 06), to the end of a page
-                    left = restoration.limit - request.computed
-                    load = left / size * self.host.block_bytes / self.storage.speed()
-                    compute = self.estimates.seconds_to_compute(request.computed, restoration.limit)
-                    end = request.computed + both_ends.portion(left, load, compute)
-                    restoration.portion = self.pool.num_blocks(end) * size - request.computed
-                    yield
-            restoration.portion = restoration.end  # more than is left: prefill goes on to the limit
-            yield from copies
-            restoration.layers = len(self.model.layers)
-        finally:
-            links.cancel(copies)
-            self.end_prefetch(prefetch)
-            request.timeline.plan = both_ends.describe_plan(restoration)
+PREFETCH = "best_effort", "wait_complete", "timeout", "both_ends"
 
 
-PREFETCH = dict.fromkeys(["best_effort", "wait_complete", "timeout"], TieredCache)
-PREFETCH["both_ends"] = BothEndsCache
+def cache_of(policy: str) -> type[TieredCache]:
+    """-> the Cache of a prefetch policy. What `both_ends` adds is in examples/both_ends.py."""
+    if policy == "both_ends":
+        return importlib.import_module("examples.both_ends").added_to(TieredCache)
+    return TieredCache
+
 
 # 4. The demo -----------------------------------------------------------------------------------
 
@@ -766,7 +742,7 @@ def make_engine(model, arguments) -> paged.Engine:
     storage = url and backends.open_storage(url, config, arguments.storage_bandwidth)
     if arguments.hicache_io_backend and model.device.type != "cuda":
         raise BadRequest("--hicache-io-backend chooses what copies on a GPU, and here is none: leave it out.")
-    cache = PREFETCH[arguments.prefetch](
+    cache = cache_of(arguments.prefetch)(
         pages, hardware.bandwidth(model, arguments.link), storage, arguments.prefetch,
         arguments.write_policy, arguments.layout, threshold, tuple(timeout), arguments.hicache_io_backend,
     )  # fmt: skip

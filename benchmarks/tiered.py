@@ -9,6 +9,8 @@ mix         conversations go on behind documents of 1,024 tokens, in any order. 
             the link and a layer's share of the question behind that, and of what was read; for two at once, of the sums.
 policies    one history in slow storage alone: each policy, where reading takes as long as computing, without the
             engine's guard, and where it takes twice as long, with it.
+pipeline    the same in storage as fast as the link, beside the bound: the slower of reading and loading, one read's pages by the
+            other, and the question.
 admission   a hit in host memory or in storage of 1 MB/s to 1 GB/s over computing it, and the tier of each token.
 writes      what each write policy finds, writes, and would lose by a kill.
 """
@@ -52,7 +54,7 @@ class Bench(ExitStack):
     def cache(self, on_host: int, **options):
         """Host memory for so many tokens, over the default link."""
         shared = store.Storage(backends.open_backend(f"file:{self.folder}/pages", {}), "files")
-        kind = tiers.PREFETCH[options.get("prefetch", "timeout")]
+        kind = tiers.cache_of(options.get("prefetch", "timeout"))
         return kind(-(-on_host // PAGE), self.bandwidth, shared, **options)
 
 
@@ -151,6 +153,16 @@ def mixed(engine, taken: dict, at_once: int, model) -> dict:
 
 # 2. One history that only storage has -----------------------------------------------------------------------
 
+def ask_under(policy: str, engine, prompt: list[int]) -> Request:
+    """Ask under a prefetch policy, when only storage has it. For "computed" no tier has it, for "device" the device."""
+    cache, storage = engine.lower_tier.cache, engine.lower_tier.cache.storage
+    (lesson.wait_until_idle if policy == "device" else forget)(engine)
+    time.sleep(0.02)
+    cache.prefetch_policy, cache.storage = policy, None if policy == "computed" else storage
+    request, cache.storage = lesson.ask(engine, prompt, 1), storage
+    return request
+
+
 def policies(model, arguments, tokens: int = 1024):
     with Bench(model) as bench:
         engine, both = (bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch=policy)) for policy in ("timeout", "both_ends"))
@@ -158,13 +170,7 @@ def policies(model, arguments, tokens: int = 1024):
         lesson.ask(engine, history + bench.draw(1), 1)
 
         def once(policy: str, question: list[int]) -> Request:
-            asked = both if policy == "both_ends" else engine
-            cache, storage = asked.lower_tier.cache, asked.lower_tier.cache.storage
-            forget(asked)
-            time.sleep(0.02)
-            cache.prefetch_policy, cache.storage = policy, None if policy == "computed" else storage
-            request, cache.storage = lesson.ask(asked, history + question, 1), storage
-            return request
+            return ask_under(policy, both if policy == "both_ends" else engine, history + question)
 
         alone = statistics.median(once("computed", bench.draw(ASKED)).outcome.ttft_ms for _ in range(4))
         for r, always in ((1.0, True), (2.0, False)):
@@ -188,6 +194,23 @@ def policy_cell(bench: Bench, once, rounds: int) -> dict:
     return dict(rounds=rounds, ttft_ms={way: spread(samples) for way, samples in times.items()}, from_storage=found, lanes=lanes,
                 best=best, over_both_ends={way: ratio(times[way], times["both_ends"]) for way in ways},
                 both_ends_over={way: ratio(times["both_ends"], times[way]) for way in ways})  # fmt: skip
+
+
+def pipeline(model, arguments, tokens: int = 1024):
+    with Bench(model) as bench:
+        engine = bench.engine(2 * tokens, bench.cache(2 * tokens, timeout=(60.0, 0.0)))
+        host, link, history = engine.lower_tier.cache.host, engine.lower_tier.cache.load_link, bench.draw(tokens)
+        lesson.ask(engine, history + bench.draw(1), 1)
+        engine.lower_tier.estimates.always = True
+        slow_storage(engine, modelled_link.Bandwidth(link.speed()))
+        ways = {way: lambda question, way=way: ask_under(way, engine, history + question) for way in ("device", "timeout", "wait_complete")}
+        taken = measure.same_question_in_turn(ways, arguments.rounds or 5, partial(bench.draw, ASKED))
+        measure.check_alike(model, {way: [request.new for request in each] for way, each in taken.items()})
+        alone = 1e3 * (tokens // PAGE) * host.block_bytes / link.speed()  # ms, of reading and of loading
+        bounds = [alone * (1 + tiers.READ / tokens) + least for least in ttft(taken.pop("device"))]
+        for policy, each in taken.items():
+            yield dict(policy=policy, alone_ms=alone, ttft_ms=spread(ttft(each)), bound_ms=spread(bounds),
+                       of_bound=ratio(bounds, ttft(each)), **tiers.shares(each))  # fmt: skip
 
 
 # 3. Every tier beside computing -----------------------------------------------------------------------------
@@ -258,7 +281,7 @@ def writes(model, arguments):
                 pages=len(stored), lost_by_a_kill=stored.count(False))  # fmt: skip
 
 
-PARTS = {part.__name__: (part, ["random:long"]) for part in (mix, policies)}
+PARTS = {part.__name__: (part, ["random:long"]) for part in (mix, policies, pipeline)}
 PARTS |= {part.__name__: (part, ["classroom"]) for part in (admission, writes)}
 
 
@@ -286,6 +309,10 @@ def report(found: list[dict]) -> str:
                 "model, reading / computing": "{model}, {r:g}, {guard}", "as measured": "{measured_r:.2f}",
                 **{way: f"{{ttft_ms[{way}]:ms}}, {{from_storage[{way}]:%}}" for way in ("computed", *tiers.PREFETCH)},
             }, policies),
+        tables.table("**The same in storage as fast as the link**: reading, loading and the question in one pipeline:", {
+            "model, policy": "{model}, {policy}", "reading, and loading": "{alone_ms:.0f} ms", "TTFT": "{ttft_ms:ms}",
+            "bound": "{bound_ms:ms}", "bound / measured": "{of_bound:spread}",
+        }, tables.rows(found, "pipeline")),
         tables.table("**A hit in each tier** (classroom): TTFT over that of computing, and the tokens found there:", {
             "found in": "{way}", **tables.across(hits, {"": "{over_computing:spread}; {where}"}),
         }, hits),

@@ -94,11 +94,12 @@ def chapter_06(chunks=8, load=4.0, compute=2.0, more=1.0, gbps=10.0):
 
 def chapter_07(pages=64, read=4.0, link=0.25, compute=4.0, question=10.0, timeout=85.0):
     came, l, c = min(pages, int(timeout / read)), pages * read, pages * compute  # noqa: E741
+    last = link * tiered.READ // 16  # the pages of the last read; the others are loaded while it is read
     base, more = inspect.signature(tiered.TieredCache).parameters["timeout"].default
     made = dict(base=1e3 * base, more=1e3 * more, tokens=16 * pages, default=1e3 * (base + more * pages / 64))
-    made["bounded"] = min(timeout, l) + came * link + (pages - came) * compute + question
-    made["guard"] = "load" if l + pages * link <= LOAD_THRESHOLD * c else "compute"
-    made.update(waited=l + pages * link + question, met=both_ends.time_to_meet(l, c)[0] + question)
+    made["bounded"] = min(timeout, l) + last + (pages - came) * compute + question
+    made["guard"] = "load" if l + last <= LOAD_THRESHOLD * c else "compute"
+    made.update(waited=l + last + question, met=both_ends.time_to_meet(l, c)[0] + question)
     return dict(made, came=came, l=l, c=c, worth=LOAD_THRESHOLD, computed=c + question), [], []
 
 

@@ -160,7 +160,7 @@ def names(page: Path, text: str):
             for name in re.findall(r"`([A-Za-z_][\w.]*)`", words):
                 if name not in names_in(file):
                     yield f"{file} has no {name}"
-    files = *ROOT.glob("0[1-9]*.py"), *ROOT.glob("common/*.py"), *ROOT.glob("tools/*.py")
+    files = *ROOT.glob("0[1-9]*.py"), *ROOT.glob("common/*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("examples/*.py")
     known = set().union(*(names_in(path.relative_to(ROOT).as_posix()) for path in files))
     for word in spans(text) if page.parent == LESSONS else ():
         if re.fullmatch(r"[A-Z]\w*\.\w+", word) and word not in known:

@@ -60,7 +60,7 @@ def tiered(blocks: int, prefetch: str, write: str, backend=None, **options):
     if backend is None:
         backend = open_backend(f"file:{tempfile.mkdtemp(dir=FOLDERS.name)}")
     options = {"threshold": 32, **options}
-    return tiers.PREFETCH[prefetch](blocks, BANDWIDTH, Storage(backend), prefetch, write, **options)
+    return tiers.cache_of(prefetch)(blocks, BANDWIDTH, Storage(backend), prefetch, write, **options)
 
 
 def own_cache(name: str):
