@@ -55,7 +55,7 @@ GUARDS = {
         "torch.Tensor", dict(record_stream=lambda tensor, stream: None),
         "(Copies of tensors that die.) The next tensor gets memory that a copy has still to read."),
     "copied inputs": (
-        engines.hidden_states.HiddenCache, dict(step_states=lambda cache, batch: cache.step),
+        engines.hidden_states.HiddenCache, dict(step_states=lambda cache, batch: cache.inputs),
         "(Chapter 04.) The next pass overwrites the inputs of layers that are still to leave."),
     "kernels wait": (
         "torch.cuda.Stream", dict(wait_stream=lambda stream, other: None),
