@@ -222,8 +222,7 @@ class TieredCache(offload.HostCache):
         self.storage, self.write_policy, self.layout, self.io_backend = storage, write, layout, io_backend
         self.prefetch_policy, self.threshold, self.timeout = prefetch, threshold, timeout
         self.unwritten: dict = {}  # pages that may have to be written, once they are in host memory
-        self.writing: set = set()  # pages that are being written
-        self.reading: set = set()  # pages that are being read
+        self.writing, self.reading = set(), set()  # pages that are being written, and read
 
     def attach(self, engine):
         super().attach(engine)

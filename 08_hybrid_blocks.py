@@ -171,8 +171,7 @@ class Planner(NamedTuple):
         With grouped queries hybrid finds the plan of `kv-only`: ACT blocks are no smaller than KV blocks."""
         least = min(2, self.layers) * self.sizes.weights
         if self.device < least:
-            words = f"Two layers of weights take {least / 1e6:.1f} MB; choose a larger --device-memory."
-            raise checkpoint.ModelError(words)
+            raise checkpoint.ModelError(f"Two layers take {least / 1e6:.1f} MB; enlarge --device-memory.")
         if self.policy == "paper":
             return self.paper_plan()
         acts = {"kv-only": [0], "act-only": [self.blocks]}.get(self.policy, range(self.blocks + 1))
@@ -229,8 +228,7 @@ class Weights:
                 memory = links.host_memory(parameter.shape, model.dtype, model.device, "A weight")
                 parameter.data = memory.copy_(parameter)
         self.streamed, self.shares = stream(len(self.host), resident)
-        layers = range(len(self.host))
-        self.resident = {at: self.new_layer(model) for at in layers if at not in self.streamed}
+        self.resident = {at: self.new_layer(model) for at in {*range(len(self.host))} - {*self.streamed}}
         for index, layer in self.resident.items():
             for parameter, weight in zip(layer.parameters(), self.host[index].parameters()):
                 parameter.data = weight.data.to(model.device)
