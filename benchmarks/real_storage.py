@@ -158,7 +158,7 @@ def redis_server():
 def cache_of(system: str, blocks: int, storage: Storage):
     chapter, _, policy = system.partition(", ")
     if chapter == "07":
-        return tiers.PREFETCH[policy](blocks, LINK, storage, policy, threshold=PAGE)
+        return tiers.cache_of(policy)(blocks, LINK, storage, policy, threshold=PAGE)
     if chapter == "06":
         return both_ends.BidirectionalCache(StoredChunks(storage), memory=1e9)
     return {"04": hidden_states.HiddenCache, "05": planned.PlannedCache}[chapter](blocks, LINK, StoredChunks(storage))

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import random
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from conftest import load, write_model
 
 from benchmarks import both_ends, claims, outside, ranks, real_storage, tiered, variants
-from common import estimates, machine, restoring
+from common import estimates, machine
 from common.cuda_link import Link
 from common.timeline import Clock
 from shell import checkpoint
@@ -25,7 +24,6 @@ from tests.support.engines import (
     draw,
     evict,
     make,
-    tiny_model,
     wait_until_idle,
 )
 from tools import gpu_report
@@ -99,30 +97,6 @@ def test_computing_a_history_is_asked_in_turn_with_what_restores_it(wider):
 
 
 # 2. Beside other systems -----------------------------------------------------------------------
-
-SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=5, SAID=(20, 150), DOCUMENTS=8, LENGTH=80, ASKS=12)
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    """Short, and whatever is offered is restored, however fast this machine computes."""
-    for name, value in SHORT.items():
-        monkeypatch.setattr(outside, name, value)
-    monkeypatch.setattr(outside, "draw", lambda rng, model, tokens: draw(rng, tokens))
-    monkeypatch.setattr(estimates, "LOAD_THRESHOLD", math.inf)
-    monkeypatch.setattr(restoring, "GRACE", 60.0)
-    return outside.Bench(tiny_model(kv_heads=4))
-
-
-def test_in_conversations_almost_all_that_was_there_is_found(bench):
-    for row in outside.conversations(bench, 1):
-        systems = row["systems"]
-        assert {found["equal"] for found in systems.values()} == {row["requests"]}
-        assert systems["no cache"]["found"] == 0 < systems["02"]["found"] < systems["03"]["found"]
-        for name in ("04", "05", "06", "07"):
-            assert systems[name]["restored"] and systems[name]["found"] > systems["02"]["found"]
-        for name in ("03", "04", "05"):
-            assert systems[name]["found"] > 0.9 * row["could_be_found"], "all full blocks"
 
 
 def test_rounds_of_sessions_that_servers_answer_over_http_are_all_accounted_for(monkeypatch):
