@@ -24,7 +24,7 @@ class BothEnds:
         """What storage has said it has, while the engine computes from the front."""
         match = super().offer(request)
         compute = self.estimates.seconds_to_compute(request.computed, request.computed + match.tokens)
-        match.seconds, _ = both_ends.meeting(match.seconds, compute)
+        match.seconds, _ = both_ends.time_to_meet(match.seconds, compute)
         return match
 
     def match(self, request):
@@ -78,7 +78,7 @@ class BothEnds:
         finally:
             links.cancel(copies)
             self.end_prefetch(prefetch)
-            request.timeline.plan = both_ends.drawn(restoration)
+            request.timeline.plan = both_ends.describe_plan(restoration)
 
     def poll(self):
         """Go on reading for requests that compute meanwhile, as long as their restoration lasts."""
