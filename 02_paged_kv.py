@@ -22,7 +22,8 @@ by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for prefill und
 
     python 02_paged_kv.py --demo
     python 02_paged_kv.py --prompt "What is prefill?" --explain
-    python 02_paged_kv.py                                  # the server, on http://127.0.0.1:5000"""
+    python 02_paged_kv.py                                  # the server, on http://127.0.0.1:5000
+"""
 
 import functools
 import heapq
