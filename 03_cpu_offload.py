@@ -9,8 +9,8 @@ as soon as it is full, so that a later eviction need not wait for a copy. When a
 is no longer on the device, its blocks are copied back, layer by layer: a copy replaces a forward pass.
 
 If other requests can compute while the blocks are copied, they do, and this request joins them when all of
-its layers have arrived. If none can, the new question's rows follow the history through the layers: layer l is
-computed while layer l + 1 is copied. The time to first token (TTFT) is then the slower of the two plus one
+its layers have arrived. If none can, the new question's rows follow the history through the layers: layer l
+is computed while layer l + 1 is copied. The time to first token (TTFT) is then the slower of the two plus one
 layer of the other, instead of their sum:
 
     TTFT = max(link, compute) + one layer of the other      link: bytes / bandwidth, compute: the question
@@ -237,7 +237,7 @@ def demo(model, frontend: Frontend, arguments):
     report = dict(link=lesson.describe_link(link), verified=verified)
     print(f"{blocks} device blocks, and documents of {len(asked[0].chain)} blocks each:")
     rows = [describe("document", request) for request in asked] + [describe("the first goes on", back)]
-    print(f"  {lesson.QUESTION} - {back.outcome.text}\n\nIts timeline (digits: layers; p: prefill, d: decode)")
+    print(f"  {lesson.QUESTION} - {back.outcome.text}\n\nTimeline (digits: layers; p: prefill, d: decode)")
     print(f"{charts.chart(back.timeline)}\n")
     title = f"TTFT of the same {back.prompt_tokens} prompt tokens, asked again"
     rows += lesson.table(title, taken, "ttft_ms", "ms")
