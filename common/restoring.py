@@ -251,7 +251,7 @@ class Restorer:
                 if restoration.awaited is restoration:  # the generator has returned
                     restoration.generator = restoration.awaited = None
                     if restoration.layers < self.depth:
-                        raise TransferError("the cache gave up")
+                        raise TransferError("the cache ended early")
                 elif restoration.awaited is None:  # it has done a portion of work: let other requests run
                     if not wait or restoration.computes:
                         break
