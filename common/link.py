@@ -158,7 +158,7 @@ class Worker(Lane):
         super().__init__(name)
         self.wake, self.jobs, self.closed = wake, queue.SimpleQueue(), threading.Event()
         self.began = [math.inf]             # start of the current job; infinite while there is none
-        arguments = self.jobs, self.closed, self.began, wake, background   # not `self`: it must stay collectable
+        arguments = self.jobs, self.closed, self.began, wake, background   # no `self`: it must be collectable
         self.thread = threading.Thread(target=run_jobs, args=arguments, daemon=True)
         self.close = weakref.finalize(self, stop_worker, self.jobs, self.closed, self.thread)
 
