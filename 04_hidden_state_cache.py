@@ -518,8 +518,8 @@ def demo(model, frontend: Frontend, arguments):
         print("chapter 03 is the better choice. The times below are of a model whose heads are not shared.")
     print("All device blocks are evicted before each turn:")
     rows = [offload.describe(f"turn {number}", request) for number, request in enumerate(asked, 1)]
-    print(f"  {lesson.TURNS[-1]} - {asked[-1].outcome.text}\n\nThe last turn (load: digits of layers copied;")
-    print(f"compute: of layers projected, p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n")
+    print(f"  {lesson.TURNS[-1]} - {asked[-1].outcome.text}\n\nThe last turn (load: layer numbers, copied;")
+    print(f"compute: layer numbers, projected; p: prefill; d: decode)\n{charts.chart(asked[-1].timeline)}\n")
     report["counters"] = engine.counters()
     engine.close()
 
