@@ -47,8 +47,8 @@ from shell import charts, lesson
 from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
-# Bytes of one layer's K and V of one request. A longer context gets its own attention call: padding the other
-# contexts to its length would cost more
+# A context of more bytes than this (K and V of one layer) gets its own attention call, because padding the
+# other contexts to its length would cost more
 PAD_LIMIT = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 # 1. Blocks -------------------------------------------------------------------------------------
@@ -91,8 +91,9 @@ class BlockPool:
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
     def slots(self, table: torch.Tensor) -> torch.Tensor:
-        """-> the slots of all tokens of one or several block tables: [..., blocks] -> [..., blocks *
-        block_size]."""
+        """Return the slots of all tokens of one or several block tables.
+
+        `table` [..., blocks]. Returns: [..., blocks * block_size]."""
         offsets = torch.arange(self.block_size, device=table.device)
         return (table[..., None] * self.block_size + offsets).flatten(-2)
 
@@ -136,8 +137,8 @@ class BlockPool:
             self.eviction_heap = sorted((self.key_of[cached].used, cached) for cached in self.cached)
 
     def find_free(self, count: int, after: int | None, room: int) -> list[int]:
-        """-> `count` free blocks: right after block `after`, else in a run of `room`, else in a run of
-        `count`, else anywhere."""
+        """Find `count` free blocks: right after block `after`, else in a run of `room` blocks, else in a run
+        of `count`, else anywhere. Returns: the blocks' numbers."""
         if after is not None and self.free.startswith(b"\1" * count, after + 1):
             return list(range(after + 1, after + 1 + count))
         for length, start in (room, self.search_start), (room, 0), (count, 0):
@@ -249,8 +250,9 @@ class Batch:
         return slots.where(mask == 0, slots[:, :1]), mask[:, None, None]
 
     def attend(self, layer: int):
-        """-> attend(q, k, v) of one layer: it writes k, v [T, KVH, hd] to their slots, and returns attention
-        [T, H, hd]."""
+        """Return the function attend(q, k, v) of one layer.
+
+        It writes k, v [T, KVH, hd] to their slots, and returns attention [T, H, hd]."""
         keys, values = self.pool.memory[layer].flatten(1, 2)  # [slots, KVH, hd] each
 
         def attend(q, k, v):
@@ -408,7 +410,7 @@ class Engine(RequestQueue):
         hits = pool.find(cacheable)
         missing = cacheable[len(hits) :]
         soon = len(list(takewhile(self.filling.__contains__, missing)))
-        if soon and 2 * soon >= len(missing):  # wait only for at least half of them
+        if soon and 2 * soon >= len(missing):  # at least half: wait until they are filled
             return True
 
         # 2. Is there room? Each running request may need one more block in this step

@@ -317,8 +317,9 @@ class HiddenCache(Cache):
             return Match(tokens, seconds, locations, {source: tokens}, rows=tokens)
 
     def seconds(self, start: int, end: int, locations: list) -> float:
-        """-> estimated seconds to restore tokens [start, end): the slower of loading and projecting, plus one
-        layer of the other."""
+        """Estimate the seconds to restore tokens [start, end).
+
+        Returns: the slower of loading and projecting, plus one layer of the other."""
         depth, size, store = len(self.model.layers), self.store.pool.block_bytes, self.store
         project = depth * self.seconds_to_project(end - start)
         load = self.load_link.seconds(len(locations) * size, len(store.parts))
@@ -327,9 +328,9 @@ class HiddenCache(Cache):
         return max(load, project) + min(load, project) / depth
 
     def seconds_to_project(self, tokens: int) -> float:
-        """-> estimated seconds to project `tokens` tokens in one layer.
+        """Estimate the seconds to project `tokens` tokens in one layer.
 
-        Before the first projection, the estimate is the projection's share of prefill."""
+        Before the first projection, the estimate is a share of the prefill time (`Machine.projecting`)."""
         self.record_spans()
         if self.projecting.samples:
             return self.projecting.seconds(tokens)
@@ -428,8 +429,9 @@ class HiddenCache(Cache):
             self.flush()
 
     def step_states(self, batch) -> list:
-        """-> the step's states, [T, D] per layer. Copies on a GPU, because the next pass overwrites the
-        layers' inputs."""
+        """Return the step's states, [T, D] per layer.
+
+        On a GPU these are copies, because the next pass overwrites the layers' inputs."""
         on_gpu = self.model.device.type == "cuda"
         return list(torch.stack(self.inputs)) if on_gpu and self.inputs else self.inputs
 

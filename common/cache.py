@@ -77,15 +77,16 @@ class Cache:
 
     # Helpers
     def missing(self, request: Request) -> list:
-        """-> the keys of the full blocks after `request.computed` that a lower tier could restore.
+        """Return the keys of the full blocks after `request.computed` that a lower tier could restore.
 
         The first of them is the block that contains token `request.computed`."""
         size = self.pool.block_size
         return request.chain[request.computed // size : request.history // size]
 
     def tokens_in(self, request: Request, blocks: list) -> int:
-        """-> how many tokens after `request.computed` these blocks hold; they begin with the block of that
-        token."""
+        """Return how many tokens after `request.computed` these blocks hold.
+
+        The first block is the one that contains token `request.computed`."""
         size = self.pool.block_size
         return (request.computed // size + len(blocks)) * size - request.computed
 
@@ -143,8 +144,9 @@ class Cache:
         """Start a prefetch (07). Called when a request is queued or re-queued; its `chain` is complete."""
 
     def waits(self, request: Request) -> bool:
-        """-> True to keep the request queued while its tokens are prefetched (07). Called before
-        admission."""
+        """Return True to keep the request queued while its tokens are prefetched (07).
+
+        Called at admission, before the request gets blocks."""
         return False
 
     def save_layer(self, layer: int, hidden: torch.Tensor, batch: "Batch"):  # noqa: F821

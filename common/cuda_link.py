@@ -187,8 +187,9 @@ class OnDevice:
 
 
 def on_device(host: torch.Tensor) -> torch.Tensor:
-    """-> pinned memory of integers as a tensor of the device. A kernel that uses it reads or writes over the
-    link."""
+    """Return pinned memory of integers as a tensor of the device.
+
+    A kernel that uses this tensor reads or writes over the link."""
     return torch.as_tensor(OnDevice(host), device="cuda")
 
 
@@ -200,10 +201,11 @@ def alike(*sides: torch.Tensor) -> list[torch.Tensor]:
 
 
 def limited_stream(processors: int = 8):
-    """-> a stream whose kernels use at most `processors` multiprocessors, so that the computation keeps the
+    """Create a stream whose kernels use at most `processors` multiprocessors. The computation keeps the
     others.
 
-    PyTorch can divide a GPU like this only in some versions (2.11 cannot). Elsewhere: an ordinary stream."""
+    PyTorch can divide a GPU like this only in some versions (2.11 cannot). Elsewhere, return an ordinary
+    stream."""
     with suppress(Exception):
         context = torch.cuda.green_contexts.GreenContext.create(num_sms=processors)
         stream = context.Stream()

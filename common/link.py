@@ -238,7 +238,7 @@ def runs(to, at) -> list[tuple[int, int, int]]:
 
 
 def paired(dst: list[torch.Tensor], src: list[torch.Tensor], pairs: BlockPairs | None):
-    """-> pairs of tensors of `dst` and `src`. With `pairs`, the numbers of blocks may differ.
+    """Return pairs of tensors of `dst` and `src`. With `pairs`, the numbers of blocks may differ.
 
     Raises ValueError if shapes or dtypes differ."""
     first = 1 if pairs else 0

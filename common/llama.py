@@ -167,10 +167,10 @@ def attention(q, k, v, mask):
 
 
 def causal_mask(count: int, end: int, device, dtype):
-    """-> the mask of the last `count` of `end` tokens, [T, S]: 0 up to a row's own position, minus infinity
-    after it.
+    """Return the mask [T, S] of the last `count` of `end` tokens.
 
-    None if no mask is needed: a single row attends to everything, and a whole sequence is causal."""
+    It is 0 up to a row's own position, and minus infinity after it. Returns None if no mask is needed: a
+    single row attends to everything, and attention over a whole sequence is causal by default."""
     if count == 1 or count == end:
         return None
     if device.type == "cuda" and dtype.itemsize == 2:      # flash attention takes no mask tensor

@@ -18,7 +18,7 @@ PAUSE = 5e-3  # seconds to sleep before each call, because a restoration waits b
 
 
 def flops(config, start: int, end: int) -> float:
-    """-> floating-point operations of all layers for tokens [start, end).
+    """Count the floating-point operations of all layers for tokens [start, end).
 
     Each weight takes two operations per token. In attention, each number of a key and of a value that a query
     head reads takes two."""

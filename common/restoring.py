@@ -118,8 +118,9 @@ class Restorer:
         self.cache.poll()
 
     def waits(self, request: Request) -> bool:
-        """-> True to keep the request queued while its tokens are prefetched, until its deadline. Called at
-        admission."""
+        """Return True to keep the request queued while its tokens are prefetched.
+
+        Called at admission. After the request's `wait_deadline` the answer is always False."""
         waits = not request.must_compute and self.cache.waits(request)
         return waits and time.perf_counter() < request.wait_deadline
 
@@ -190,7 +191,7 @@ class Restorer:
         self.cache.save_layer(index, hidden, batch)
 
     def leaves_a_core(self, batch: "Batch") -> bool:  # noqa: F821
-        """-> whether the pass must leave one core to the thread that copies.
+        """Return whether the pass must leave one core to the thread that copies.
 
         True if the pass waits for copies only, and computes few rows compared with the tokens that are
         restored. PyTorch's threads spin after each product. If a product used all cores, it would wait until
@@ -265,10 +266,11 @@ class Restorer:
                 request.computed = restoration.next
 
     def arrived(self, restoration: Restoration, wait: bool) -> bool:
-        """-> whether the awaited copy is complete, or (on a GPU) ordered before the work that is queued next.
+        """Return whether the generator can continue: the awaited copy is complete, or (on a GPU) ordered
+        before the work that is queued next.
 
-        `wait`: True in a forward pass. Then the GPU's stream waits for the copy, or the host does. Raises
-        TransferError if the copy has failed or is late."""
+        `wait`: True in a forward pass. Then the GPU's stream waits for the copy, or without a GPU the host
+        does. Raises TransferError if the copy has failed or is late."""
         engine, transfer, began = self.engine, restoration.awaited, self.engine.clock.mark()
         if not transfer.ready:
             if restoration.computes:
@@ -301,8 +303,8 @@ class Restorer:
             self.engine.requeue(request)
 
     def end_restoration(self, request: Request):
-        """Remove the restoration from its request, and count what it restored. Blocks stay referenced until
-        their copies complete (`Cache.hold`)."""
+        """Remove the restoration from its request, and count the restored tokens. Blocks stay referenced
+        until their copies complete (`Cache.hold`)."""
         restoration, request.restoration = request.restoration, None
         self.stop(restoration)
         restored = restoration.end - restoration.limit  # the others were computed

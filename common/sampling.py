@@ -16,10 +16,10 @@ WINDOW = 128       # sort only the 128 likeliest tokens: most draws need no more
 
 
 def likeliest(logits) -> list[int]:
-    """-> the likeliest token of each row of logits [R, V]; the lowest id of equal ones; -1 if it is NaN or
-    infinite.
+    """Return the likeliest token of each row of logits [R, V], or the lowest id of equally likely ones.
 
-    Minus infinity is allowed: it marks a token that cannot follow. Waits for a GPU once."""
+    The result is -1 if the largest logit is NaN or infinite. (Minus infinity elsewhere marks a token that
+    cannot follow.) On a GPU, this waits for the device once."""
     at = logits.argmax(-1) if logits.is_cuda else torch.from_numpy(logits.float().numpy().argmax(-1))   # [R]
     return at.where(logits.gather(1, at[:, None])[:, 0].isfinite(), -1).tolist()
 

@@ -179,7 +179,7 @@ class Storage:
         return self.bandwidth.value if self.bandwidth else 1e9
 
     def seconds(self, size: int) -> float:
-        """-> estimated seconds until `size` bytes would be read, after all queued reads; 0 before the first
+        """Estimate the seconds until `size` bytes would be read, after all queued reads. 0 before the first
         read."""
         return self.measured.seconds(self.reader.reap_completed() + size)
 
