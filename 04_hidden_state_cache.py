@@ -104,7 +104,7 @@ class BlockStore:
         memory = links.host_memory([numbers], model.dtype, model.device, "The host pool")
         parts = memory.split([blocks * size * width for _, width in rows])
         self.parts = [part.view(blocks, size, width) for part, (_, width) in zip(parts, rows)]
-        self.arrays = [as_integers(part) for part in self.parts]  # the same memory
+        self.arrays = [as_integers(part) for part in self.parts]  # NumPy views
         self.row_bytes = sum(width for _, width in rows) * model.dtype.itemsize
         self.pool.block_bytes = size * self.row_bytes
         self.fillings: dict[Request, Filling] = {}
@@ -400,7 +400,7 @@ class HiddenCache(Cache):
             request, rows, label, *marks = self.spans.popleft()
             start, end = map(self.engine.clock.seconds, marks)
             request.timeline.add("compute", label, start, end)
-            if rows >= FULL_SPEED[self.model.device.type]:  # few rows take as long as many
+            if rows >= FULL_SPEED[self.model.device.type]:  # fewer rows take just as long
                 self.projecting.record(rows, end - start)
 
     # Saving
@@ -412,18 +412,18 @@ class HiddenCache(Cache):
             self.inputs.append(hidden)
 
     def clear_unsent(self):
-        """Start a new snapshot: no steps, no rows."""
+        """Forget the unsent steps and rows."""
         self.unsent, self.rows, self.count = [], {}, 0
 
     def save(self, batch):
-        """Keep a step's states, [T, D] per layer, until `flush` sends them. `flush` is called here once there
-        are many rows, and in `finished`."""
+        """Collect a step's states, [T, D] per layer. `flush` sends them once there are many rows, or when a
+        request ends."""
         for request, count in batch.work:
             _, indices = self.rows.setdefault(request, (request.computed - count, []))
             indices += range(self.count, self.count + count)
             self.count += count
         self.unsent.append(None)
-        with suppress(RuntimeError):  # if device memory is full: `flush` drops the rows
+        with suppress(RuntimeError):  # device memory may be full: then `flush` drops the rows
             self.unsent[-1] = self.step_states(batch)
         if self.count * self.store.row_bytes >= SNAPSHOT or self.count >= self.engine.token_budget:
             self.flush()
@@ -436,14 +436,17 @@ class HiddenCache(Cache):
         return list(torch.stack(self.inputs)) if on_gpu and self.inputs else self.inputs
 
     def flush(self):
-        """Stage one: copy all unsent rows to the snapshot buffer, in one transfer. Stage two: a thread waits
-        for it and sorts the rows into blocks."""
+        """Send all unsent rows to host memory, in two stages. If the snapshot buffer or device memory is
+        full, drop them.
+
+        Stage one copies the rows to the snapshot buffer, in one transfer. In stage two, a thread waits for
+        the transfer and sorts the rows into blocks."""
         rows, unsent, count = self.rows, self.unsent, self.count
         self.clear_unsent()
         pieces, states = self.store.fill(rows), None
         touched = [piece.block for piece in pieces]
         if pieces and count <= self.free and None not in unsent:
-            with suppress(RuntimeError):  # if device memory is full
+            with suppress(RuntimeError):  # device memory may be full
                 states = self.rows_to_keep(unsent)
         if states is None:
             self.store.drop(piece.filling for piece in pieces)
@@ -474,7 +477,9 @@ class HiddenCache(Cache):
         return transfer
 
     def scatter(self, transfer, out_of, into):
-        """Stage two, on a thread: copy rows `out_of` of the snapshot buffer to slots `into` of the blocks."""
+        """Stage two, on a thread: copy rows of the snapshot buffer to slots of the blocks.
+
+        `out_of` [n]: rows of the buffer. `into` [n]: slots, counted in tokens."""
         transfer.wait()
         for part, snapshot in zip(self.store.arrays, self.snapshot):  # [blocks, block size, D] and [rows, D]
             part.reshape(-1, part.shape[-1])[into] = as_integers(snapshot)[out_of]
