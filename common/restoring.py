@@ -20,15 +20,14 @@ GRACE = 0.05  # seconds that a restoration may be late before it fails: a busy h
 
 @dataclass(eq=False)
 class Restoration:
-    """The restoration of tokens [start, end) of one request. Rows are token positions; a layer's history is
-    its K and V of the tokens that come before.
+    """The restoration of tokens [start, end) of one request.
 
     The Cache restores tokens [limit, end): their K and V are in the request's blocks for the first `layers`
     layers. The engine computes tokens [start, limit) in ordinary steps of up to `portion` tokens.
 
     In chapters 03 to 05 and 09, `limit` is `start`: `ends_met` is True from the start, `portion` is unused,
-    and the next step computes the rows after `end`. A forward pass waits before each layer for that layer's
-    history.
+    and the next step computes the tokens after `end`. Before each layer, its forward pass waits until the
+    layer's K and V of the restored tokens have arrived.
 
     In chapter 06, `limit` begins at `end`. The Cache lowers it as chunks arrive from the back, until it meets
     the tokens that are computed from the front."""
@@ -68,7 +67,8 @@ class Restoration:
         return len(self.request.tokens) if self.ends_met else min(self.limit, self.next + self.portion)
 
     def has_layers(self, layers: int) -> bool:
-        """Whether the next rows can pass the first `layers` layers: their history is restored."""
+        """Whether the next tokens can pass the first `layers` layers, because the K and V that they attend to
+        are restored."""
         return self.ends_met and self.layers >= layers
 
     @property
@@ -125,8 +125,10 @@ class Restorer:
         return waits and time.perf_counter() < request.wait_deadline
 
     def start_restoration(self, request: Request):
-        """Start to restore what the Cache offers, if that is faster than computing. Called after admission,
-        once the request has its blocks. The Cache issues its first copies here."""
+        """Start to restore what the Cache offers, if that is faster than computing. The Cache issues its
+        first copies here.
+
+        Called after admission, once the request has its blocks, and again after each complete restoration."""
         match = None if request.must_compute else self.cache.match(request)
         if match and (most := self.decide(request, match)):
             grace = 0.0 if match.trial else GRACE
@@ -135,14 +137,15 @@ class Restorer:
             restoration.generator = self.cache.restore(request, restoration, match)  # it runs in `advance`
             self.advance(request, 1, wait=False)
 
-    def resume_restorations(self, running: list) -> list:
+    def resume_restorations(self, running: list[Request]) -> list[Request]:
         """Resume all restorations, oldest first. Called between two forward passes.
 
-        Restorations that project or compute rows may together use as many rows as one step's token budget.
+        Restorations that project or compute (04, 05) may together use as much work as one step's token
+        budget.
 
         Returns: the requests that the next step may compute: all that need not wait. If every request must
         wait, the oldest one alone: its forward pass then waits layer by layer."""
-        left = self.engine.token_budget * self.depth  # rows: one token in one layer
+        left = self.engine.token_budget * self.depth  # layer rows: one token in one layer each
         for request in list(running):
             with self.engine.contain(request):
                 if request.restoration:
@@ -150,13 +153,14 @@ class Restorer:
         return [one for one in running if self.ready(one.restoration)] or running[:1]
 
     def ready(self, restoration: Restoration | None) -> bool:
-        """-> whether a step can compute the request's next rows without waiting for a copy."""
+        """-> whether a step can compute the request's next tokens without waiting for a copy."""
         return restoration is None or restoration.has_layers(self.depth) or restoration.computes
 
     def resume_restoration(self, request: Request, left: int) -> int:
-        """Resume one restoration, as far as `left` rows allow. Complete it if all its tokens are restored.
+        """Resume one restoration, as far as `left` layer rows allow. Complete it if all its tokens are
+        restored.
 
-        A row is one token in one layer. Returns: how many rows it has projected or computed."""
+        A layer row is one token in one layer. Returns: how many layer rows it has projected or computed."""
         restoration, layers = request.restoration, self.depth
         before, rows = restoration.layers, restoration.match.rows
         if rows:  # it projects (04) or computes (05); copies alone (03) cost no rows
@@ -170,10 +174,10 @@ class Restorer:
         return (restoration.layers - before) * rows
 
     def before_layer(self, index: int, hidden: torch.Tensor, batch: "Batch"):  # noqa: F821
-        """Wait for the history of layer `index`, then show the layer's input `hidden` [T, D] to the Cache.
-        Called in the forward pass, before each layer.
+        """Wait until the K and V that layer `index` reads are restored, then show its input `hidden` [T, D]
+        to the Cache. Called in the forward pass, before each layer.
 
-        Raises Interrupted if a request's next rows have changed, if it was re-queued, or if a request
+        Raises Interrupted if a request's next tokens have changed, if it was re-queued, or if a request
         arrives. The engine then runs the step again."""
         if index == 0:
             self.waited = []
