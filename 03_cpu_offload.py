@@ -216,7 +216,7 @@ class HostCache(Cache):
 # 2. The demo -----------------------------------------------------------------------------------
 
 def demo(model, frontend: Frontend, arguments):
-    """Evict three conversations from a small device by each other, and bring the first one back from host
+    """Let three conversations evict each other from a small device, and bring the first one back from host
     memory."""
     size, new = arguments.block_size, max(2, min(arguments.max_tokens, 16))
     context = lesson.context(model, frontend)
