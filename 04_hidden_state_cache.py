@@ -538,7 +538,7 @@ def demo(model, frontend: Frontend, arguments):
     for title, _ in larger.over_links(caches, caches[0].seconds_to_project(lesson.HISTORY)):
         rows += lesson.table(title, lesson.in_turn(ways), "ttft_ms", "ms")
         ours, theirs = (row["ttft_ms"] for row in rows[-2:])
-        print(f"  {ours / theirs:.2f} of chapter 03's TTFT, {ours / computed:.2f} of recomputing\n")
+        print(f"  {ours / theirs:.2f} of chapter 03's TTFT, {ours / computed:.2f} of computing again\n")
     print(
         "Half of the bytes help if the link is the bottleneck. If it is not, the projection limits TTFT,\n"
         "and chapter 03 needs none. Could each layer use the faster way? See chapter 05."
