@@ -36,8 +36,9 @@ class Estimates:
     def load_or_compute(self, request: Request, match: Match) -> tuple[float, str]:
         """Decide whether to load a match or to compute its tokens.
 
-        Returns: the seconds that loading may take, or 0.0 to compute; and one sentence that says why. A load
-        may take as long as computing would; a trial may take a tenth of that."""
+        Returns: the seconds that loading may take, or 0.0 to compute; and one sentence that says why. Loading
+        may take as long as computing would, a trial a tenth of that, and a load under --always-restore
+        MAX_WAIT."""
         start, source = request.computed, " and ".join(match.found)
         compute = self.seconds_to_compute(start, start + match.tokens) / match.share
         chosen = self.cache.agree(self.always or match.seconds <= LOAD_THRESHOLD * compute)

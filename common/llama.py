@@ -115,8 +115,9 @@ class Layer(nn.Module):
         return self.keys_values(self.attention_norm(hidden), rotation)
 
     def keys_values(self, normed, rotation):
-        """Project the normed input [T, D] to k, v [T, KVH, hd]. The forward pass and all restorations call
-        this, so their K and V are equal."""
+        """Project the normed input [T, D] to k, v [T, KVH, hd].
+
+        The forward pass and all restorations call this, so that their K and V are equal."""
         kv = self.kv_proj(normed)                                                # [T, 2*KVH*hd]
         k, v = kv.view(len(normed), 2, -1, self.head_dim).unbind(1)              # [T, KVH, hd] each
         return self.rotate(self.k_norm(k), rotation), v
@@ -130,20 +131,24 @@ class Layer(nn.Module):
         return torch.addcmul(x * cos, swapped, sin)
 
     def before_attention(self, hidden, rotation):
-        """The layer's input [T, D] -> q [T, H, hd] and k, v [T, KVH, hd]."""
+        """Compute the layer's q [T, H, hd] and k, v [T, KVH, hd].
+
+        `hidden` [T, D]: the layer's input. `rotation`: cos and sin of its T positions."""
         normed = self.attention_norm(hidden)                                     # [T, D]
         q = self.q_proj(normed).view(len(normed), -1, self.head_dim)             # [T, H, hd]
         return self.rotate(self.q_norm(q), rotation), *self.keys_values(normed, rotation)
 
     def after_attention(self, hidden, out):
-        """The layer's input [T, D] and the output of attention [T, H, hd] -> the next layer's input [T,
-        D]."""
+        """Apply the output projection and the MLP.
+
+        `hidden` [T, D]: the layer's input. `out` [T, H, hd]: the output of attention. Returns: the next
+        layer's input [T, D]."""
         hidden = hidden + self.o_proj(out.flatten(-2))                           # [T, D]
         gate, up = self.gate_up_proj(self.mlp_norm(hidden)).chunk(2, dim=-1)     # [T, I] each
         return hidden + self.down_proj(F.silu(gate) * up)                        # [T, D]
 
     def forward(self, hidden, rotation, attend):
-        """The layer's input [T, D] -> the next layer's input [T, D].
+        """Run the layer on its input `hidden` [T, D]. Returns: the next layer's input [T, D].
 
         `attend(q, k, v)` belongs to the KV cache: it stores the new k and v, attends over all tokens of each
         request, and returns [T, H, hd]."""
@@ -151,10 +156,11 @@ class Layer(nn.Module):
 
 
 def attention(q, k, v, mask):
-    """Attention of q [T, H, hd] over k, v [S, KVH, hd]; or of each row over its own k, v [T, S, KVH, hd].
+    """Compute attention of q [T, H, hd] over k, v [S, KVH, hd]; or of each row over its own k, v [T, S, KVH,
+    hd].
 
-    `mask` is added to the scores; None means causal, except that a single row attends to everything. KV heads
-    are not copied for grouped queries. Returns: [T, H, hd]."""
+    `mask` is added to the scores. None means causal, except that a single row attends to everything. The KV
+    heads are not copied for the query heads that share them. Returns: [T, H, hd]."""
     if k.ndim == 4 or len(q) == 1:          # one token per row: treat a group's heads as queries
         shape = len(q), -1, *k.shape[-2:]
         k, v = (side.reshape(shape).transpose(1, 2) for side in (k, v))          # [T, KVH, S, hd] each

@@ -53,8 +53,9 @@ def sample(requests: list, logits, tokens: list[int]) -> list[int | Exception]:
 
 
 def draw(shares, u, *_):
-    """Draw a token from each row of probabilities `shares` [B, V], with random numbers u [B, LEVELS] in (0,
-    1] -> [B]."""
+    """Draw a token from each row of the probabilities `shares` [B, V] -> [B].
+
+    `u` [B, LEVELS]: random numbers above 0 and up to 1."""
     levels = []
     while not levels or levels[-1].shape[1] > 1:        # from the leaves to the root
         levels.append(F.pad(shares, (0, -shares.shape[1] % RUN)).unflatten(1, (-1, RUN)))       # [B, N, RUN]

@@ -103,7 +103,7 @@ class Storage:
 
     `exists` must also mark the keys as used, the last key first, so that the last block of a chain is deleted
     first. A back end need not verify values: each begins with a checksum of its key and contents. Only `has`
-    needs another attribute, `index`: the keys that the back end believes to have.
+    needs another attribute, `index`: the keys that it has, from its own records.
 
     If a read fails, its missing and damaged keys are doubted until they are written again. While the storage
     is `silent`, no request may wait for it."""
