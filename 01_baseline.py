@@ -104,8 +104,8 @@ class KVCache:
     def layers(self, start: int, count: int):
         """Yield one `attend(q, k, v)` per layer, for `count` tokens at positions start, start + 1, ...
 
-        `attend` writes k, v [T, KVH, hd] to the cache, and returns attention over all tokens so far, [T, H,
-        hd]."""
+        `attend` writes k, v [T, KVH, hd] to the cache, and returns attention over all tokens so far,
+        [T, H, hd]."""
         end = start + count
         mask = causal_mask(count, end, self.k.device, self.k.dtype)  # [T, S]
         for cached_k, cached_v in zip(self.k, self.v):  # [KVH, capacity, hd] each

@@ -292,8 +292,8 @@ class Runner:
     def forward(self, work: list[tuple[Request, int]], before_layer):
         """Compute the next tokens of each request in `work`, a list of (request, tokens) pairs.
 
-        `before_layer(index, hidden, batch)` is called before each layer. Returns: the Batch, and logits [R,
-        V]. There is one row for each request of `batch.work` whose last pending token is in this step."""
+        `before_layer(index, hidden, batch)` is called before each layer. Returns: the Batch, and logits
+        [R, V]. There is one row for each request of `batch.work` whose last pending token is in this step."""
         batch = Batch(self.pool, work)
         hidden = self.compute(batch, len(self.model.layers), before_layer)
         return batch, self.model.logits(hidden[batch.last_rows])  # [R, V]

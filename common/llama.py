@@ -156,8 +156,8 @@ class Layer(nn.Module):
 
 
 def attention(q, k, v, mask):
-    """Compute attention of q [T, H, hd] over k, v [S, KVH, hd]; or of each row over its own k, v [T, S, KVH,
-    hd].
+    """Compute attention of q [T, H, hd] over k, v [S, KVH, hd]; or of each row over its own k, v
+    [T, S, KVH, hd].
 
     `mask` is added to the scores. None means causal, except that a single row attends to everything. The KV
     heads are not copied for the query heads that share them. Returns: [T, H, hd]."""
