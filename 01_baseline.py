@@ -123,7 +123,7 @@ class KVCache:
 # 3. One request after another ------------------------------------------------------------------
 
 class Engine(RequestQueue):
-    """Answers one request after another, in order of arrival."""
+    """An engine that answers one request after another, in order of arrival."""
 
     def __init__(self, model, chunk: int = PREFILL, kv_cache: bool = True):
         super().__init__()

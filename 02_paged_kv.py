@@ -278,7 +278,7 @@ def read(side, slots):
 # 3. The forward pass ---------------------------------------------------------------------------
 
 class Runner:
-    """Runs the forward pass, and owns the block memory of all layers."""
+    """The forward pass, and the block memory of all layers that it reads and writes."""
 
     def __init__(self, model, blocks: int, block_size: int = 16):
         config = model.config
@@ -343,7 +343,7 @@ class NoLowerTier:
 # 5. The engine ---------------------------------------------------------------------------------
 
 class Engine(RequestQueue):
-    """Answers many requests at once: continuous batching over one pool of blocks."""
+    """An engine that answers many requests at once: continuous batching over one pool of blocks."""
 
     def __init__(self, runner, lower_tier=None, token_budget=512, max_running=64):
         """`lower_tier`: an object with the methods of `NoLowerTier`. `token_budget`: tokens per step.

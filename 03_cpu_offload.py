@@ -55,7 +55,7 @@ paged = importlib.import_module("02_paged_kv")
 # 1. The cache ----------------------------------------------------------------------------------
 
 class HostCache(Cache):
-    """A pool of KV blocks in host memory. Full device blocks are copied to it, and come back layer by
+    """A Cache of KV blocks in host memory. Full device blocks are copied to it, and come back layer by
     layer."""
 
     fields = {"offload_after": (lambda value: isinstance(value, bool), "true or false")}

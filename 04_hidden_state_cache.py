@@ -268,7 +268,8 @@ class Loading:
 
 
 class HiddenCache(Cache):
-    """Each layer's input is saved to host memory, in blocks, and projected to K and V to restore it."""
+    """A Cache of hidden states: it saves each layer's input to host memory, and projects it to K and V to
+    restore it."""
 
     def __init__(self, blocks: int, bandwidth=None, storage: StoredChunks | None = None):
         """`blocks`: blocks of host memory. `bandwidth`: of the modelled link, in bytes per second; None with

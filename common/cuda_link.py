@@ -179,7 +179,7 @@ def adjacent(host: torch.Tensor, device: torch.Tensor, side: Side):
 
 
 class OnDevice:
-    """Presents pinned host memory to PyTorch as device memory; it has the same address there."""
+    """Pinned host memory that PyTorch accepts as device memory; it has the same address there."""
 
     def __init__(self, host: torch.Tensor):
         self.host = host        # keeps the memory alive for the view; `Link.copy` does so for a queued kernel

@@ -17,7 +17,7 @@ FULL_SPEED = {"cpu": 128, "cuda": 512}  # rows per step from which prefill runs 
 TRIAL_INTERVAL = 8  # load every eighth refused match anyway
 
 class Estimates:
-    """Predicts how long an engine takes to compute tokens, and decides whether to load them instead."""
+    """The predicted times of one engine, and the decision whether to load tokens or to compute them."""
 
     def __init__(self, always: bool = False):
         """`always`: load every match (--always-restore)."""

@@ -118,7 +118,7 @@ class Speed:
 
 
 class Lane:
-    """Executes transfers one after the other: the base class of links and workers."""
+    """A queue that executes transfers one after the other: the base class of links and workers."""
 
     measured_from = 1           # bytes: smaller transfers are too short to measure a speed
     latency = 0.0               # seconds of a transfer of 0 bytes

@@ -8,7 +8,8 @@ FRESH = 10.0    # seconds until the clocks are paired again: they drift, and flo
 
 
 class Clock:
-    """Marks points in the work of a device, and converts them to seconds of time.perf_counter()."""
+    """A clock that marks points in the work of a device, and converts them to seconds of
+    time.perf_counter()."""
 
     def __init__(self, device: torch.device | str):
         self.device = torch.device(device)
