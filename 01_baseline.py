@@ -1,19 +1,19 @@
-"""Chapter 01: the yardstick. Keep nothing, compute everything again.
+"""Chapter 01: the baseline, which keeps nothing and computes everything again.
 
-The problem. A language model reads a prompt (prefill) and then writes one token at a time (decode). What it
-has read is in the KV cache: per layer, the keys and values of every token so far. Within one answer the cache
-makes each new token cheap. But when the answer is done the cache is dropped, and the next turn of the
-conversation begins with reading everything again.
+The problem. A language model reads a prompt (prefill) and then writes one token at a time (decode). It stores
+the keys and values of every token, per layer, in the KV cache. Within one answer, the cache makes each new
+token cheap. But the cache is dropped when the answer is complete, so the next turn of the conversation starts
+with computing everything again.
 
-The mechanism. One contiguous cache for one request, filled by prefill in portions and read by decode. A
+The mechanism. One contiguous cache for one request, filled by prefill in chunks and read by decode. A
 conversation is stateless: each turn sends its whole history, and each turn computes all of it. With n tokens
-of history,
+of history, the time to first token (TTFT) is
 
-    TTFT = n * (2 * weights + attention) / FLOP/s          and nothing of it is new work
+    TTFT = n * (2 * weights + attention) / FLOP/s
 
-What it costs is what chapters 02 to 09 win back, each in its own way, with the same tokens: this file is
-their oracle, and shares no engine with them. The papers behind them compare with it: HCache
-(EuroSys '25, section 2.4: recomputation), Cake (sections 3 and 5.1: compute-only).
+and none of this work is new. Chapters 02 to 09 avoid it, each in its own way, and must produce the same
+tokens as this file. Therefore it shares no engine with them. Their papers compare with this baseline, too:
+HCache (EuroSys '25, section 2.4: recomputation), Cake (sections 3 and 5.1: compute-only).
 
     python 01_baseline.py --demo
     python 01_baseline.py --prompt "What is a KV cache?"
@@ -36,29 +36,32 @@ PREFILL = 512  # tokens per forward pass of prefill
 # 1. The loop -----------------------------------------------------------------------------------
 
 def generate(model, request: Request, chunk: int = PREFILL, kv_cache: bool = True):
-    """Answer one request: a generator that yields after each new token."""
-    # 1. An empty cache, as large as this request can become
+    """Answer one request. This is a generator that yields after each new token.
+
+    `chunk`: tokens per forward pass of prefill. `kv_cache`: False computes all tokens again for each new
+    one."""
+    # 1. Allocate an empty cache for as many tokens as the request can have
     cache, clock = KVCache(model, len(request.tokens) + request.max_tokens), Clock(model.device)
 
-    # 2. Prefill: all of the prompt, in portions, and one logit vector at its end
+    # 2. Prefill: compute the prompt in chunks; only its last token's logits are needed
     logits = prefill(model, cache, request, chunk, clock)  # [V]
     while True:
-        # 3. One token from the logits
+        # 3. Sample the next token
         request.push(request.sample(logits))
         yield
         if request.finish_reason:
             return
 
-        # 4. Decode: one token in, the next logits out
+        # 4. Decode: compute one token to get the next logits
         if kv_cache:
             with recorded(request, clock, "decode"):
                 logits = forward(model, cache, request.tokens[-1:], len(request.tokens) - 1)  # [V]
-        else:  # life without a cache: read everything again for each token
+        else:  # without a cache: compute everything again for each token
             logits = prefill(model, cache, request, chunk, clock)  # [V]
 
 
 def prefill(model, cache: "KVCache", request: Request, chunk: int, clock: Clock):
-    """Compute all tokens of the request -> logits [V] after the last."""
+    """Compute all tokens of the request, in chunks. Returns: logits [V] of the last token."""
     for start in range(0, len(request.tokens), chunk):
         tokens = request.tokens[start : start + chunk]
         with recorded(request, clock, f"prefill {len(tokens)}"):
@@ -68,7 +71,7 @@ def prefill(model, cache: "KVCache", request: Request, chunk: int, clock: Clock)
 
 @contextmanager
 def recorded(request: Request, clock: Clock, label: str):
-    """Note in the timeline what is computed inside."""
+    """Context manager: add a span to the request's timeline for the work that is computed inside."""
     began = clock.mark()
     yield
     request.timeline.add("compute", label, clock.seconds(began), clock.seconds(clock.mark()))
@@ -76,7 +79,7 @@ def recorded(request: Request, clock: Clock, label: str):
 
 @torch.inference_mode()
 def forward(model, cache: "KVCache", tokens: list[int], start: int):
-    """Compute T tokens at positions start, start + 1, ... -> logits [V] after the last of them."""
+    """Compute T tokens at positions start, start + 1, ... Returns: logits [V] of the last token."""
     tokens = upload(tokens, model.device)  # [T]
     positions = torch.arange(start, start + len(tokens), device=model.device)  # [T]
     rotation = model.rotary(positions)  # [T, 1, hd] each
@@ -89,16 +92,20 @@ def forward(model, cache: "KVCache", tokens: list[int], start: int):
 # 2. The cache ----------------------------------------------------------------------------------
 
 class KVCache:
-    """The keys and values of one request, all layers, in one contiguous piece of memory each."""
+    """The keys and values of one request, in all layers: two contiguous tensors."""
 
     def __init__(self, model, capacity: int):
+        """`capacity`: tokens that the cache can hold."""
         config = model.config
         shape = config.num_hidden_layers, config.num_key_value_heads, capacity, config.head_dim
         self.k = torch.empty(shape, dtype=model.dtype, device=model.device)  # [L, KVH, capacity, hd]
         self.v = torch.empty_like(self.k)  # [L, KVH, capacity, hd]
 
     def layers(self, start: int, count: int):
-        """One `attend(q, k, v)` per layer, for `count` tokens at positions start, start + 1, ..."""
+        """Yield one `attend(q, k, v)` per layer, for `count` tokens at positions start, start + 1, ...
+
+        `attend` writes k, v [T, KVH, hd] to the cache, and returns attention over all tokens so far,
+        [T, H, hd]."""
         end = start + count
         mask = causal_mask(count, end, self.k.device, self.k.dtype)  # [T, S]
         for cached_k, cached_v in zip(self.k, self.v):  # [KVH, capacity, hd] each
@@ -116,14 +123,14 @@ class KVCache:
 # 3. One request after another ------------------------------------------------------------------
 
 class Engine(RequestQueue):
-    """Answers the first in line; the others wait."""
+    """An engine that answers one request after another, in order of arrival."""
 
     def __init__(self, model, chunk: int = PREFILL, kv_cache: bool = True):
         super().__init__()
         self.model, self.chunk, self.kv_cache = model, chunk, kv_cache
 
     def step(self):
-        """One more token of the first in line; sleep if there is nobody."""
+        """Compute one more token of the oldest request. Sleep until a request arrives if there is none."""
         self.take_arrivals()
         if not self.running and self.waiting:
             self.running = [self.waiting.popleft()]
@@ -141,17 +148,18 @@ class Engine(RequestQueue):
             self.wake.clear()
 
     def release(self, request: Request):
-        """What is kept: nothing."""
+        """Drop the request's cache."""
         self.running, self.tokens = [], None
 
     def close(self):
-        """There is nothing to end."""
+        """Do nothing: there are no threads and no files."""
 
 
 # 4. The demo -----------------------------------------------------------------------------------
 
 def equal_to_transformers(model, name: str, requests: list[Request]) -> bool:
-    """Compare what was answered with the answers of `transformers`; end if float32 tokens differ."""
+    """Compare the answers with those of `transformers`. Returns: whether they are equal; in float32, exits if
+    they differ."""
     reference, pairs = checkpoint.reference_model(name, model.dtype, model.device.type), []
     for request in requests:
         prompt = torch.tensor([request.tokens[: request.prompt_tokens]], device=model.device)  # [1, T]
@@ -166,20 +174,21 @@ HISTORIES = [64, 128, 256, 512, 1024, 1536, 1900]  # tokens
 
 
 def demo(model, frontend: Frontend, arguments):
-    """Four turns of a conversation, checked against `transformers`, then TTFT against the length of
+    """Answer four turns of a conversation, compare with `transformers`, then time TTFT for several lengths of
     history."""
-    # 1. The conversation: every turn sends all that was said before
+    # 1. The conversation: every turn sends the whole history
     engine, messages, requests = make_engine(model, arguments), [], []
     new, context = min(arguments.max_tokens, 32), lesson.context(model, frontend)
     for turn in lesson.TURNS:
         requests.append(lesson.say(engine, frontend, messages, turn, new))
         print(f"user       {turn}\nassistant  {requests[-1].outcome.text}\n")
 
-    # 2. Are these the right tokens? No time is printed before that is known
+    # 2. Verify the tokens before any time is printed
     verified = equal_to_transformers(model, arguments.model, requests)
 
-    # 3. What each turn cost
-    print("turn  prompt  history  recomputed      TTFT       TBT")
+    # 3. The cost of each turn
+    print("TTFT: time to first token. TBT: mean time between later tokens.\n"
+          "turn  prompt  history  recomputed      TTFT       TBT")
     rows, history = [], 0
     for number, result in enumerate((request.outcome for request in requests), 1):
         prompt = result.usage["prompt_tokens"]
@@ -189,7 +198,7 @@ def demo(model, frontend: Frontend, arguments):
         history = prompt + result.usage["completion_tokens"]
     print(f"\nThe last turn (p: prefill, d: decode)\n{charts.chart(requests[-1].timeline)}\n")
 
-    # 4. The longer the history, the longer the wait
+    # 4. TTFT grows with the history
     filler = frontend.encode(" ".join(lesson.TURNS), None) * (HISTORIES[-1] // 64)
     lengths = [length for length in HISTORIES if length < context]
     ways = {
@@ -198,8 +207,8 @@ def demo(model, frontend: Frontend, arguments):
     }
     rows += lesson.table("TTFT against history", lesson.in_turn(ways), "ttft_ms", "ms")
     print(
-        "\nAll of this history had been computed before, in an earlier turn, and was thrown away.\n"
-        "What should be kept, and how should it come back? The next chapters are the answers."
+        "\nIn a conversation, all of this history was computed in an earlier turn, and then dropped.\n"
+        "What should be kept, and how should it come back? Each of the next chapters has an answer."
     )
     return dict(link=None, verified=verified, rows=rows), [request.timeline for request in requests]
 
@@ -207,6 +216,7 @@ def demo(model, frontend: Frontend, arguments):
 # 5. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
+    """Add the options of this chapter."""
     tokens = cli.bounded(int, 1, 1 << 20)
     add = parser.add_argument
     add("--prefill-chunk", type=tokens, default=PREFILL, metavar="N", help="tokens per pass of prefill (512)")
@@ -214,7 +224,7 @@ def add_arguments(parser):
 
 
 def make_engine(model, arguments) -> Engine:
-    """The engine that the options ask for; other chapters compare with its default."""
+    """Build the engine from the command line's options. Other chapters compare with it and its defaults."""
     options = vars(arguments)
     engine = Engine(model, options.get("prefill_chunk", PREFILL), not options.get("no_kv_cache", False))
     engine.explain = arguments.explain

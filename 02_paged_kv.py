@@ -1,20 +1,21 @@
-"""Chapter 02: blocks, sharing, and many requests at once.
+"""Chapter 02: paged memory, prefix sharing, and continuous batching.
 
-The problem. Chapter 01 gives a request one contiguous piece of memory, as long as the request may become, and
-answers one request at a time. Most of that memory is never written, two requests with the same beginning hold
-it twice, and a processor that reads all weights for one token could serve sixteen tokens with the same read.
+The problem. Chapter 01 reserves one contiguous piece of memory per request, as long as the request may
+become, and answers one request at a time. Most of that memory is never written. Two requests with the same
+beginning hold it twice. And a decode step reads all weights for one token, although the same read could serve
+sixteen.
 
-The mechanism. Device memory is cut into blocks of 16 tokens. A request holds a block table, a list of block
-numbers, and takes the next block when the last one is full:
+The mechanism. Device memory is cut into blocks of 16 tokens. A request has a block table: a list of block
+numbers. It gets another block when its last one is full:
 
     token at position p -> slot table[p // 16] * 16 + p % 16       table [12, 5, 3]: token 20 is in slot 84
 
-A full block is known by its prefix: its own tokens and all that come before them. A request whose tokens
-begin with the same prefixes points at the blocks that hold them. When no table holds a full block any more,
-it stays cached until the pool needs it. In every step one forward pass serves all running requests: one token
-for each that decodes, and portions of prefill for the rest of the budget.
+A full block is identified by its tokens and by all tokens that come before them. If a new request begins with
+the same tokens, its block table points at the existing blocks. When no block table refers to a full block any
+more, the block stays cached until the pool needs it. Each step runs one forward pass for all running
+requests: one token for each request that decodes, and portions of prefill for the rest of the token budget.
 
-The later chapters are this engine with something in the place of `NoLowerTier`: what lies behind the device.
+The later chapters use this engine and replace `NoLowerTier`, the tier below device memory.
 
 Sources: PagedAttention (Kwon et al., SOSP '23, section 4); Orca (Yu et al., OSDI '22, section 3) for batching
 by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for prefill under a token budget.
@@ -46,54 +47,62 @@ from shell import charts, lesson
 from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
-# Longer contexts (bytes of a layer's K and V) get their own attention call; padding others to them costs more
+# A context of more bytes than this (K and V of one layer) gets its own attention call, because padding the
+# other contexts to its length would cost more
 PAD_LIMIT = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 # 1. Blocks -------------------------------------------------------------------------------------
 
 class BlockPool:
-    """Which block holds what. A block is known by its number; `memory`, if set, has the contents.
+    """The blocks of one memory, and the state of each: free, referenced or cached.
 
         free --allocate--> referenced --release--> cached if it was registered, else free
                            referenced <---share--- cached
         free <-----------------------------evict-- cached
 
-    Referenced by block tables, and by whatever still copies from or to it. Cached blocks are evicted in the
-    order in which their prefixes were used."""
+    A block is an int; `memory`, if any, has its contents. Block tables reference a block, and so do copies
+    that still read or write it. Cached blocks are evicted in the order in which their keys were last used."""
 
     def __init__(self, blocks: int, block_size: int, memory: torch.Tensor | None = None):
+        """`blocks`: number of blocks, of `block_size` tokens each. `memory`: their contents, or None."""
         self.size, self.block_size, self.memory = blocks, block_size, memory
         self.block_bytes = 0 if memory is None else memory.nbytes // max(1, blocks)
         self.references = [0] * blocks
-        self.free = bytearray(b"\1" * blocks)  # 1: free. As bytes, so that a run is found fast
+        self.free = bytearray(b"\1" * blocks)  # 1: free. bytearray.find finds runs fast
         self.cached: dict[int, None] = {}
-        self.eviction_heap: list[tuple[int, int]] = []  # a heap of (use, block), checked when popped
+        self.eviction_heap: list[tuple[int, int]] = []  # (last use, block); check it when popped: may be old
         self.key_of: list[BlockKey | None] = [None] * blocks
         self.block_of: dict[BlockKey, int] = {}
-        self.on_evict = lambda lost: None  # called with a list of (block, prefix), about to be lost
-        self.search_start = 0  # where the search for a run begins
+        self.on_evict = lambda lost: None  # called before eviction with a list of (block, block key)
+        self.search_start = 0  # block from which to search for a run of free blocks
         self.evictions = 0
 
     @property
     def available(self) -> int:
-        """Free and cached blocks."""
+        """Number of blocks that `allocate` can return: free and cached ones."""
         return self.free.count(1) + len(self.cached)
 
     def num_blocks(self, tokens: int) -> int:
+        """-> how many blocks `tokens` tokens take."""
         return -(-tokens // self.block_size)
 
     def slot(self, table: list[int], position: int) -> int:
-        """Where the token at `position` is in memory, counted in tokens."""
+        """-> the slot of the token at `position`: its place in memory, counted in tokens."""
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
     def slots(self, table: torch.Tensor) -> torch.Tensor:
-        """The same for all tokens of a block table, or of several: [..., blocks] -> [..., tokens]."""
+        """Return the slots of all tokens of one or several block tables.
+
+        `table` [..., blocks]. Returns: [..., blocks * block_size]."""
         offsets = torch.arange(self.block_size, device=table.device)
         return (table[..., None] * self.block_size + offsets).flatten(-2)
 
     def allocate(self, count: int, after: int | None = None, room: int = 0) -> list[int]:
-        """Reference `count` blocks, which must be `available`; evict the least recently used for it. Adjacent
-        ones are read and copied in one piece: look behind `after`, or for a run that may grow to `room`."""
+        """Reference `count` free blocks. Evict the least recently used cached blocks if too few are free.
+
+        The caller must check that `count` blocks are `available`. Adjacent blocks are read and copied in one
+        piece. Therefore the search begins right after block `after`, and then looks for a run of `room` free
+        blocks, so that the request can grow in place. Returns: the blocks' numbers."""
         self.make_room(count)
         blocks = self.find_free(count, after, max(count, room))
         for block in blocks:
@@ -101,15 +110,17 @@ class BlockPool:
         return blocks
 
     def make_room(self, count: int, own=(), used: int = 0) -> int:
-        """Evict the least recently used blocks until `count` are free; stop at the first in `own` (a chain
-        never evicts its own end), or that was used later than `used` -> how many of `count` are free."""
+        """Evict the least recently used cached blocks until `count` blocks are free.
+
+        Stop at the first block whose key is in `own`, since a chain must not evict its own blocks, or that
+        was used after `used` (0: no limit). Returns: how many of `count` blocks are free now."""
         victims, shortfall = {}, count - self.free.count(1)
         while len(victims) < shortfall and self.eviction_heap:
             use, block = heapq.heappop(self.eviction_heap)
             if block not in self.cached or block in victims:
                 continue
             block_key = self.key_of[block]
-            if block_key.used > use:  # later than it was queued
+            if block_key.used > use:  # it was used again after it was queued
                 self.queue_eviction(block)
             elif block_key in own or use > used > 0:
                 self.queue_eviction(block)
@@ -120,29 +131,31 @@ class BlockPool:
         return min(count, self.free.count(1))
 
     def queue_eviction(self, block: int):
-        """Queue a cached block for eviction, by the last use of its prefix."""
+        """Put a cached block into the eviction heap, by the last use of its key."""
         heapq.heappush(self.eviction_heap, (self.key_of[block].used, block))
         if len(self.eviction_heap) > 4 * self.size:  # most entries are duplicates
             self.eviction_heap = sorted((self.key_of[cached].used, cached) for cached in self.cached)
 
     def find_free(self, count: int, after: int | None, room: int) -> list[int]:
-        """`count` free blocks, in one run if there is one: after `after`, or where the run has `room`."""
+        """Find `count` free blocks: right after block `after`, else in a run of `room` blocks, else in a run
+        of `count`, else anywhere. Returns: the blocks' numbers."""
         if after is not None and self.free.startswith(b"\1" * count, after + 1):
             return list(range(after + 1, after + 1 + count))
         for length, start in (room, self.search_start), (room, 0), (count, 0):
             if (at := self.free.find(b"\1" * length, start)) >= 0:
-                self.search_start = at + length  # what is left of the run is for this one to grow
+                self.search_start = at + length  # keep the rest of the run for this request to grow
                 return list(range(at, at + count))
         return [block for block, free in enumerate(self.free) if free][:count]
 
     def share(self, blocks: list[int]):
-        """Add a reference to each."""
+        """Add a reference to each block."""
         for block in blocks:
             self.cached.pop(block, None)
             self.references[block] += 1
 
     def release(self, blocks: list[int]):
-        """Take a reference from each."""
+        """Remove a reference from each block. A block without references becomes cached if it is registered,
+        else free."""
         for block in blocks:
             self.references[block] -= 1
             if self.references[block] == 0:
@@ -153,16 +166,16 @@ class BlockPool:
                     self.queue_eviction(block)
 
     def register(self, block: int, block_key: BlockKey):
-        """`block` holds `block_key` from now on, unless another block does already."""
+        """Record that `block` holds the tokens of `block_key`, unless another block already does."""
         if self.block_of.setdefault(block_key, block) == block:
             self.key_of[block] = block_key
 
     def find(self, chain: list[BlockKey]) -> list[int]:
-        """The blocks that hold the beginning of `chain`, up to the first gap."""
+        """-> the blocks that hold the beginning of `chain`, up to the first key that no block holds."""
         return [self.block_of[block_key] for block_key in takewhile(self.block_of.__contains__, chain)]
 
     def evict(self, blocks: list[int]):
-        """Make cached blocks free."""
+        """Make cached blocks free. Calls `on_evict` first, while their contents are still there."""
         lost = [(block, self.key_of[block]) for block in blocks]
         for block, block_key in lost:
             del self.cached[block], self.block_of[block_key]
@@ -176,17 +189,19 @@ class BlockPool:
 # 2. Batches ------------------------------------------------------------------------------------
 
 class Batch:
-    """One step's tokens, flat: where their K and V are written, and what each may read. Contexts of requests
-    that compute one token are gathered in one padded read; long ones and portions of prefill are read alone,
-    in place where blocks are adjacent. Slots that were not written are never read: 0 times NaN is NaN."""
+    """The tokens of one step as a flat batch, the slots to write their K and V to, and the slots to read.
+
+    Requests that compute one token each are read together: their contexts are gathered and padded to the same
+    length. Long contexts and portions of prefill are read one by one, without a copy where their blocks are
+    adjacent. Slots that were never written must not be read: they may hold NaN, and 0 * NaN is NaN."""
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]]):
-        """`work`: requests, and how many of their next tokens to compute."""
+        """`work`: (request, tokens) pairs: how many of its next tokens each request computes."""
         self.pool, device = pool, pool.memory.device
-        self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].next))  # first those of one token
+        self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].next))  # requests of one token first
         most = PAD_LIMIT[device.type] * len(pool.memory) * pool.block_size // pool.block_bytes  # tokens
         short = sum(count == 1 and request.next < most for request, count in self.work)
-        num_padded = short if short > 1 else 0  # requests whose contexts are read together
+        num_padded = short if short > 1 else 0  # requests that share one padded read
         tokens, positions, slots, last = [], [], [], []
         for request, count in self.work:
             own = range(request.next, request.next + count)
@@ -199,15 +214,19 @@ class Batch:
         longest = max(map(len, tables[:num_padded]), default=0)
         for table in tables[:num_padded]:
             table += table[:1] * (longest - len(table))
-        lists = [tokens, positions, slots, last, *tables]  # in one upload: on a GPU each costs the host 10 us
+        lists = [tokens, positions, slots, last, *tables]  # one upload: on a GPU each costs the host 10 us
         flat = list(itertools.chain.from_iterable(lists))
         numbers = upload(flat, device).split_with_sizes([*map(len, lists)])
-        self.tokens, self.positions, self.slots, self.last_rows = numbers[:4]  # [T], and [R] to draw from
+        # [T] each; `last_rows` [R] are the rows to sample from
+        self.tokens, self.positions, self.slots, self.last_rows = numbers[:4]
         self.reads = self.plan_reads(num_padded, tables, numbers[4:])
 
     def plan_reads(self, num_padded: int, tables: list[list[int]], uploaded: tuple[torch.Tensor, ...]):
-        """-> (rows, slots, mask) of each read: one for the first `num_padded` requests, one for each other.
-        `tables`: of each request, on the host and on the device. Slots are a slice if blocks are adjacent."""
+        """Say which slots each row reads: one read for the first `num_padded` requests, one for each other
+        request.
+
+        `tables` and `uploaded`: the block tables on the host and on the device. Returns: a list of (rows,
+        slots, mask). `slots` is a slice if the blocks are adjacent, else a tensor."""
         pool, row, reads = self.pool, num_padded, []
         if num_padded:
             reads.append((slice(0, row), *self.read_padded(torch.stack(uploaded[:row]))))
@@ -221,15 +240,19 @@ class Batch:
         return reads
 
     def read_padded(self, tables: torch.Tensor):
-        """Block tables [B, blocks] of requests that compute a token each -> slots [B, S] and mask
-        [B, 1, 1, S]. Padding points at a written slot: a masked NaN would still poison the sum."""
+        """Gather the contexts of requests that compute one token each.
+
+        `tables` [B, blocks]. Returns: slots [B, S] and mask [B, 1, 1, S]. Padding points at a slot that was
+        written, because a masked NaN would still make the sum NaN."""
         slots = self.pool.slots(tables)[:, : self.work[len(tables) - 1][0].next + 1]  # [B, S]
         is_future = torch.arange(slots.shape[1], device=slots.device) > self.positions[: len(tables), None]
         mask = torch.zeros_like(is_future, dtype=self.pool.memory.dtype).masked_fill_(is_future, -math.inf)
         return slots.where(mask == 0, slots[:, :1]), mask[:, None, None]
 
     def attend(self, layer: int):
-        """-> attend(q, k, v) of one layer: write K and V to their slots, and read what each row may see."""
+        """Return the function attend(q, k, v) of one layer.
+
+        It writes k, v [T, KVH, hd] to their slots, and returns attention [T, H, hd]."""
         keys, values = self.pool.memory[layer].flatten(1, 2)  # [slots, KVH, hd] each
 
         def attend(q, k, v):
@@ -244,7 +267,9 @@ class Batch:
 
 
 def read(side, slots):
-    """K or V [slots, KVH, hd] in some slots -> [S, KVH, hd], or [B, S, KVH, hd]."""
+    """Read K or V of the given slots from `side` [slots, KVH, hd].
+
+    Returns: [S, KVH, hd] for a slice or slots [S]; [B, S, KVH, hd] for slots [B, S]."""
     if isinstance(slots, slice):
         return side[slots]
     return side.index_select(0, slots.flatten()).unflatten(0, slots.shape)
@@ -253,7 +278,7 @@ def read(side, slots):
 # 3. The forward pass ---------------------------------------------------------------------------
 
 class Runner:
-    """Runs the forward pass, and owns the memory that it reads and writes: the blocks of all layers."""
+    """The forward pass, and the block memory of all layers that it reads and writes."""
 
     def __init__(self, model, blocks: int, block_size: int = 16):
         config = model.config
@@ -261,18 +286,22 @@ class Runner:
         shape = config.num_hidden_layers, 2, blocks, block_size, *heads  # [L, 2, blocks, block_size, KVH, hd]
         memory = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.model, self.pool = model, BlockPool(blocks, block_size, memory)
-        self.pieces = model.pieces  # on a GPU a layer in one launch (shell/pieces.py)
+        self.pieces = model.pieces  # GPU only: CUDA graphs of the layers (shell/pieces.py)
 
     @torch.inference_mode()
     def forward(self, work: list[tuple[Request, int]], before_layer):
-        """Compute the next `count` tokens of each request in `work` -> the batch, and logits [R, V], a row
-        per request of `batch.work` whose last pending token is in this step."""
+        """Compute the next tokens of each request in `work`, a list of (request, tokens) pairs.
+
+        `before_layer(index, hidden, batch)` is called before each layer. Returns: the Batch, and logits
+        [R, V]. There is one row for each request of `batch.work` whose last pending token is in this step."""
         batch = Batch(self.pool, work)
         hidden = self.compute(batch, len(self.model.layers), before_layer)
         return batch, self.model.logits(hidden[batch.last_rows])  # [R, V]
 
     def compute(self, batch: Batch, depth: int, before_layer=lambda *_: None) -> torch.Tensor:
-        """Take the batch's tokens through the first `depth` layers -> [T, D], until the next pass."""
+        """Pass the batch through the first `depth` layers.
+
+        Returns: hidden states [T, D], which the next pass may overwrite."""
         hidden, rotation = self.model.embed(batch.tokens), self.model.rotary(batch.positions)
         layers = self.pieces.layers(len(hidden)) if self.pieces else self.model.layers
         for index, layer in zip(range(depth), layers):
@@ -281,51 +310,62 @@ class Runner:
         return hidden
 
 
-# 4. What lies behind the device ----------------------------------------------------------------
+# 4. The lower tier -----------------------------------------------------------------------------
 
 class NoLowerTier:
-    """What lies behind the device: here, nothing. Chapter 03 puts a Restorer in its place. The engine calls
-    these verbs in the order of a step."""
+    """The tier below device memory: in this chapter there is none. Chapter 03 puts a Restorer in its place.
+    The engine calls these methods in the order of a step."""
 
-    busy = False  # whether anything is on its way, though no request waits for it
+    busy = False  # whether transfers are in flight, even if no request waits for them
 
-    def attach(self, engine): ...  # begin, and measure; add to the engine's fields and pools
-    def submitted(self, request): ...  # it stands in line, maybe again: bring nearer what it needs
-    def poll(self): ...  # a step begins: release what is over
-    def waits(self, request): ...  # -> whether it stays in line: what it lacks is on its way nearer
-    def start_restoration(self, request): ...  # it has got blocks: begin to bring back what they lack
-    def resume_restorations(self, running): return running  # go on with that -> those to compute in this step
-    def before_layer(self, index, hidden, batch): ...  # in the pass: wait for what it reads; see its input
-    def after_pass(self, batch, began, ended): return ()  # keep what it has computed -> when it waited
-    def finished(self, request): ...  # it is over, cancelled or preempted: forget it
+    # Called once by the engine's constructor: measure speeds, add to engine.fields and engine.pools
+    def attach(self, engine): ...
+    # A request is queued or re-queued: start a prefetch
+    def submitted(self, request): ...
+    # A step begins: release the blocks of completed transfers
+    def poll(self): ...
+    # Before admission. Return True to keep the request queued while its prefix is prefetched
+    def waits(self, request): ...
+    # After admission: start to restore the tokens that the device lacks
+    def start_restoration(self, request): ...
+    # Before the forward pass: resume all restorations, and return the requests that can compute
+    def resume_restorations(self, running): return running
+    # Before each layer: wait for the K and V that it will read. `hidden` [T, D] is the layer's input
+    def before_layer(self, index, hidden, batch): ...
+    # After the pass: save its K and V, and return the (start, end) times at which it waited
+    def after_pass(self, batch, began, ended): return ()
+    # A request finished, failed, was cancelled or preempted: forget it
+    def finished(self, request): ...
+    # The engine closes
     def close(self): ...
 
 
 # 5. The engine ---------------------------------------------------------------------------------
 
 class Engine(RequestQueue):
-    """Answers many requests at once."""
+    """An engine that answers many requests at once: continuous batching over one pool of blocks."""
 
     def __init__(self, runner, lower_tier=None, token_budget=512, max_running=64):
-        """`lower_tier`: what lies behind the device, with the verbs of `NoLowerTier`."""
+        """`lower_tier`: an object with the methods of `NoLowerTier`. `token_budget`: tokens per step.
+        `max_running`: requests that run at the same time."""
         self.runner, self.lower_tier = runner, lower_tier or NoLowerTier()
         self.model, self.pool = runner.model, runner.pool
         super().__init__(capacity=self.pool.size * self.pool.block_size)
         self.token_budget, self.max_running = token_budget, max_running
         self.clock = Clock(self.model.device)
         self.block_keys = BlockKeys(f"{self.model.digest.hex()} {self.model.dtype} kv", self.pool.block_size)
-        self.filling: dict[BlockKey, Request] = {}  # contents that a running request is about to have
-        self.work: list[tuple[Request, int]] = []  # of the step under way: requests, and how many tokens
+        self.filling: dict[BlockKey, Request] = {}  # blocks that a running request will fill
+        self.work: list[tuple[Request, int]] = []  # (request, tokens) of the current step
         salt = (lambda v: isinstance(v, str) and len(v) <= 256), "a string of at most 256 characters"
         self.fields, self.pools = {"cache_salt": salt}, {"device": self.pool}
         self.lower_tier.attach(self)
 
     def step(self):
-        """One step for all requests: poll, admit, restore, schedule, compute, save."""
+        """Run one step for all requests: poll, admit, restore, schedule, compute, save."""
         if not self.busy:
             if self.runner.pieces:
                 self.runner.pieces.idle(lambda: self.arrivals)
-            self.wake.wait()  # until a request comes
+            self.wake.wait()  # until a request arrives
             self.wake.clear()
         self.take_arrivals()
         self.lower_tier.poll()
@@ -345,47 +385,52 @@ class Engine(RequestQueue):
 
     @property
     def busy(self) -> bool:
+        """Whether there are requests, or transfers in flight."""
         return super().busy or self.lower_tier.busy
 
     def enqueue(self, request: Request):
+        """Append a request to the queue, and mark the blocks of its prompt as used."""
         self.block_keys.use(self.extend(request))
         super().enqueue(request)
         self.lower_tier.submitted(request)
 
-    # Admitting
+    # Admission
 
     def admit(self, request: Request) -> bool:
-        """Give the request blocks for all of its tokens, those that hold its prefix and empty ones, and let
-        it run; or let it wait -> whether those behind it in line may be admitted."""
+        """Admit a request: reuse the blocks of its cached prefix, allocate the rest, and move it to
+        `running`. It stays queued if there is no room, if another request is computing its prefix, or if its
+        prefix is being prefetched.
+
+        Returns: whether the requests behind it in the queue may be admitted in this step."""
         if len(self.running) == self.max_running:
             return False
-        # 1. What does the device hold, and what is another request about to have?
+        # 1. Which blocks does the device hold, and which is another request about to fill?
         pool, chain = self.pool, request.chain
         cacheable = chain[: request.history // pool.block_size]
         hits = pool.find(cacheable)
         missing = cacheable[len(hits) :]
         soon = len(list(takewhile(self.filling.__contains__, missing)))
-        if soon and 2 * soon >= len(missing):  # to share only a template's first block is no reason to wait
+        if soon and 2 * soon >= len(missing):  # at least half: wait until they are filled
             return True
 
-        # 2. Is there room? Each running request may need one more block
+        # 2. Is there room? Each running request may need one more block in this step
         empty = pool.num_blocks(len(request.tokens)) - len(hits)
         unreferenced = sum(pool.references[block] == 0 for block in hits)
         if empty + len(self.running) > pool.available - unreferenced:
             return False
 
-        # 3. Is what it lacks on its way nearer? (`start_restoration` decides whether to load it)
+        # 3. Is the rest being prefetched? (`start_restoration` decides later whether to load it)
         request.computed = len(hits) * pool.block_size
         if self.lower_tier.waits(request):
             return True
 
-        # 4. Let it run
+        # 4. Admit it
         self.block_keys.use(chain)
         pool.share(hits)
         room = pool.num_blocks(request.prompt_tokens + request.max_tokens) - len(hits)
         blocks = pool.allocate(empty, hits[-1] if hits else None, room)
         request.table, request.registered = hits + blocks, len(hits)
-        if not request.readmitted:  # which would count its own work as a hit
+        if not request.readmitted:  # it would count its own earlier work as a hit
             request.found = {"gpu": request.computed} if hits else {}
         for block_key in chain[len(hits) :]:
             self.filling.setdefault(block_key, request)
@@ -396,15 +441,19 @@ class Engine(RequestQueue):
         return True
 
     def extend(self, request: Request) -> list[BlockKey]:
+        """Extend the request's chain of block keys to all of its full blocks, and return it."""
         return self.block_keys.extend(request.chain, request.tokens, request.options.get("cache_salt", ""))
 
     # Scheduling
 
     def schedule(self, ready: list[Request]) -> list[tuple[Request, int]]:
-        """Pick tokens: one for each request that decodes, then prefill, oldest first, within the budget."""
-        work, budget, short = [], self.token_budget, False  # short: no block could be had in this step
+        """Choose the tokens of the next step: one for each request that decodes, then prefill, oldest request
+        first, until the token budget is used up.
+
+        Returns: (request, tokens) pairs."""
+        work, budget, short = [], self.token_budget, False  # short: the pool has no block left
         for request in sorted(ready, key=lambda request: request.pending > 1):
-            if request not in self.running:  # preempted in this loop
+            if request not in self.running:  # `append_block` has preempted it
                 continue
             if not budget:
                 break
@@ -418,8 +467,10 @@ class Engine(RequestQueue):
         return work
 
     def append_block(self, request: Request) -> bool:
-        """Add a block for the next token; where none is left, preempt the newest request. (Copies may still
-        hold the blocks of that one: then `request` waits.)"""
+        """Give the request one more block. If none is available, preempt the newest running request first.
+
+        Returns: False if there is still no block, because the newest request is this one, or because copies
+        still reference the blocks of the preempted one."""
         if not self.pool.available:
             newest = self.running[-1]
             self.counts["preemptions"] += 1
@@ -430,22 +481,24 @@ class Engine(RequestQueue):
         return True
 
     def requeue(self, request: Request):
-        """Back to the head of the line, without blocks; those that it has registered are found again."""
+        """Preempt: free the request's blocks and put it at the head of the queue. Registered blocks stay
+        cached and are found again at admission."""
         self.log_event("requeue", [request], 0, len(request.table))
         self.release(request)
         request.readmitted = True
         self.waiting.appendleft(request)
-        self.wake.set()  # if nobody can compute, this one is admitted at once
+        self.wake.set()  # if no other request can compute, admit it in the next step without sleeping
         self.lower_tier.submitted(request)
 
-    # Computing
+    # Forward pass
 
     def compute(self):
-        """Run the forward pass of a step. If it raises, no request has moved on: it is run again."""
+        """Run the forward pass of a step, and sample. If the pass raises, no request has changed, and the
+        step is run again."""
         began = self.clock.mark()
         try:
             batch, logits = self.runner.forward(self.work, self.lower_tier.before_layer)
-            requests = [request for request, count in batch.work if count == request.pending]  # a row each
+            requests = [request for request, count in batch.work if count == request.pending]  # one row each
             tokens = likeliest(logits)  # [R]
         except Interrupted:
             return
@@ -454,7 +507,7 @@ class Engine(RequestQueue):
         finally:
             self.work = []
         self.failures = 0
-        if -1 in tokens:  # end these; nothing of this step is registered, the others compute it again
+        if -1 in tokens:  # NaN: end these requests, register nothing, and run the step again for the others
             ended = [request for request, token in zip(requests, tokens) if token == -1]
             return self.answer(ended, [-1] * len(ended))
         self.counts["steps"] += 1
@@ -462,7 +515,8 @@ class Engine(RequestQueue):
         self.answer(requests, sample(requests, logits, tokens))
 
     def record_step(self, batch: Batch, began: float, ended: float):
-        """Note what a step has computed: in the index of prefixes, behind the device, in the timelines."""
+        """Record what a step has computed: register full blocks, let the lower tier save them, add spans to
+        the timelines."""
         self.log_event("compute", [one for one, _ in batch.work], sum(count for _, count in batch.work))
         for request, count in batch.work:
             request.computed = request.next + count
@@ -473,7 +527,8 @@ class Engine(RequestQueue):
             request.timeline.add("compute", "decode" if decoded else f"prefill {count}", began, ended, waits)
 
     def register(self, request: Request):
-        """Let others find the blocks that the request has filled."""
+        """Put the blocks that the request has filled into the pool's index, so that other requests find
+        them."""
         full = request.computed // self.pool.block_size
         chain = self.extend(request)
         if full > request.registered:
@@ -487,16 +542,18 @@ class Engine(RequestQueue):
     # Ending
 
     def finish(self, request: Request, error: Exception | None = None):
+        """End a request with `error`, or with its Result."""
         if request in self.waiting:
             self.lower_tier.finished(request)
         super().finish(request, error)
 
     def release(self, request: Request):
-        """Take its blocks back. Registered ones stay cached; copies under way keep their own references."""
+        """Release the blocks of a running request. Registered blocks stay cached. Copies in flight keep their
+        own references."""
         self.running.remove(request)
         try:
             self.lower_tier.finished(request)
-        finally:  # even if that raises
+        finally:  # even if the lower tier raises
             for block_key in request.chain[request.registered :]:
                 if self.filling.get(block_key) is request:
                     del self.filling[block_key]
@@ -504,15 +561,16 @@ class Engine(RequestQueue):
             request.table, request.computed = [], 0
 
     def close(self):
+        """Close the lower tier."""
         self.lower_tier.close()
 
 
 # 6. The demo -----------------------------------------------------------------------------------
 
 def demo(model, frontend: Frontend, arguments):
-    """Conversations behind one system prompt, in blocks, and how fast many requests are answered at once."""
-    # 1. Ask: the first computes the system prompt, the others find it
-    rng, many, context = random.Random(0), 16, lesson.context(model, frontend)  # conversations; tokens
+    """Answer conversations that share a system prompt, then compare memory and throughput with chapter 01."""
+    # 1. Answer: the first conversation computes the system prompt, the others find its blocks
+    rng, many, context = random.Random(0), 16, lesson.context(model, frontend)  # many: conversations
     new = max(4, min(arguments.max_tokens, 12) * context // frontend.context)
     engine, size = make_engine(model, arguments), arguments.block_size
     context = min(context, engine.capacity)
@@ -523,28 +581,28 @@ def demo(model, frontend: Frontend, arguments):
     engine.generate(asked[1:])
     verified = lesson.verify(baseline.Engine(model), asked)
 
-    # 2. Memory: a block is held once, however many tables it is in
+    # 2. Memory: a block is held once, even if many block tables point at it
     tokens = sum(request.history for request in asked)
     own = sum(engine.pool.num_blocks(request.history) for request in asked)
     found = sum(request.cached_tokens for request in asked) // size
     slots = {
         f"{context} tokens reserved for each": many * context,
-        f"blocks of {size}, each its own": own * size,
+        f"blocks of {size}, not shared": own * size,
         f"blocks of {size}, shared": (own - found) * size,
     }
     print(f"Memory of {many} conversations, {tokens} tokens:")
-    megabytes, rows = model.config.kv_numbers_per_token * model.dtype.itemsize / 1e6, []  # of one token
+    megabytes, rows = model.config.kv_numbers_per_token * model.dtype.itemsize / 1e6, []  # per token
     for way, count in slots.items():
         rows.append(dict(memory=way, mb=count * megabytes, tokens_per_slot=tokens / count))
-        print(f"  {way:32}{count * megabytes:8.1f} MB, {tokens / count:5.2f} tokens a slot")
+        print(f"  {way:32}{count * megabytes:8.1f} MB, {tokens / count:5.2f} tokens per slot")
 
-    # 3. Time: a prefix that is found is not computed, and the weights are read once for all that decode
+    # 3. Time: a cached prefix is not computed again; one read of the weights serves all requests that decode
     prompt = asked[0].tokens[: asked[0].prompt_tokens]
     ways = {
-        "miss (other salt)": lambda: lesson.ask(engine, prompt, cache_salt=str(rng.random())).outcome.ttft_ms,
+        "miss (not cached)": lambda: lesson.ask(engine, prompt, cache_salt=str(rng.random())).outcome.ttft_ms,
         "gpu_hit": lambda: lesson.ask(engine, prompt).outcome.ttft_ms,
     }
-    rows += lesson.table(f"\nTTFT behind {len(prompt)} tokens", lesson.in_turn(ways), "ttft_ms", "ms")
+    rows += lesson.table(f"\nTTFT of a prompt of {len(prompt)} tokens", lesson.in_turn(ways), "ttft_ms", "ms")
     questions = [frontend.encode(None, messages[-1:]) for messages in talks]
 
     def rate(engine, concurrent: int) -> float:
@@ -557,12 +615,12 @@ def demo(model, frontend: Frontend, arguments):
 
     ways = {"chapter 01, one by one": lambda: rate(baseline.Engine(model), 1)}
     ways.update({f"{number} at once": functools.partial(rate, engine, number) for number in (1, 4, 16)})
-    title = f"\n4 to {many} questions, {new} tokens an answer"
+    title = f"\nThroughput of 4 to {many} questions, {new} tokens per answer"
     rows += lesson.table(title, lesson.in_turn(ways), "tokens_per_second", "tokens/s")
     print(
-        f"\nOne of the {many} (p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n\n"
-        "One at a time, blocks save memory and not time. And a prefix that the pool has dropped is computed\n"
-        "again. Where else could it have been kept? Chapter 03."
+        f"\nThe last of the {many} requests (p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n\n"
+        "One request at a time, blocks save memory but no time. And a prefix that the pool has evicted must\n"
+        "be computed again. Where else could it have been kept? See chapter 03."
     )
     return dict(link=None, verified=verified, rows=rows, counters=engine.counters()), [asked[-1].timeline]
 
@@ -570,15 +628,16 @@ def demo(model, frontend: Frontend, arguments):
 # 7. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
+    """Add the options of this chapter, which all later chapters have, too."""
     number, add = functools.partial(cli.bounded, int, 1), parser.add_argument
-    add("--gpu-blocks", type=number(1 << 24), metavar="N", help="KV blocks in device memory (as useful)")
+    add("--gpu-blocks", type=number(1 << 24), metavar="N", help="blocks in device memory (as many as useful)")
     add("--block-size", type=number(1 << 16), metavar="N", default=16, help="tokens per block (16)")
     add("--token-budget", type=number(1 << 20), metavar="N", default=512, help="tokens per step (512)")
     add("--max-running", type=number(1 << 12), metavar="N", default=64, help="requests that run at once (64)")
 
 
 def make_engine(model, arguments, lower_tier=None) -> Engine:
-    """The engine that the options ask for, with a later chapter's Restorer as `lower_tier`."""
+    """Build the engine from the command line's options. `lower_tier`: a later chapter's Restorer."""
     config, size = model.config, arguments.block_size
     useful = arguments.max_running * -(-config.max_position_embeddings // size)
     block_bytes = size * config.kv_numbers_per_token * model.dtype.itemsize

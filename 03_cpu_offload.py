@@ -1,29 +1,31 @@
-"""Chapter 03: a second tier in host memory, and the link between the two.
+"""Chapter 03: KV blocks in host memory, and the link between host and device.
 
-The problem. Device memory holds the KV blocks of a few conversations. When the pool of chapter 02 is full,
-cached blocks are dropped, and a conversation that comes back is computed again, although host memory is many
-times larger and idle.
+The problem. Device memory holds the KV blocks of a few conversations. When the pool of chapter 02 is full, it
+evicts cached blocks. A conversation that comes back is computed again, although host memory is many times
+larger and idle.
 
-The mechanism. A second pool in pinned host memory. As soon as a device block is full it is copied out in the
-background, so that an eviction waits for no copy. When a request comes whose prefix the device has lost, its
-blocks are copied back in, layer by layer: a copy instead of a forward pass.
+The mechanism. A second block pool in pinned host memory. Each device block is copied to it in the background
+as soon as it is full, so that a later eviction need not wait for a copy. When a request arrives whose prefix
+is no longer on the device, its blocks are copied back, layer by layer: a copy replaces a forward pass.
 
-If other requests can compute, they do, and this one joins them when all of its layers are there. If none can,
-the question's rows follow the history through the layers: layer l is computed while layer l + 1 travels. So
-the first token comes after the slower of the two, and not after their sum:
+If other requests can compute while the blocks are copied, they do, and this request joins them when all of
+its layers have arrived. If none can, the new question's rows follow the history through the layers: layer l
+is computed while layer l + 1 is copied. The time to first token (TTFT) is then the slower of the two plus one
+layer of the other, instead of their sum:
 
-    TTFT = max(link, compute) + one layer of the other       link: bytes / bandwidth, compute: the question
+    TTFT = max(link, compute) + one layer of the other      link: bytes / bandwidth, compute: the question
 
-Loading pays where a token's K and V travel faster than they are computed. Both speeds are measured, and a
-prefix is loaded if that takes at most 0.8 of the time to compute it.
+Loading pays if the link delivers a token's K and V faster than the processor computes them. Both speeds are
+measured. A prefix is loaded if that takes at most 0.8 of the time to compute it.
 
-`HostCache` is a Cache (common/cache.py): five verbs, and what they are written with; examples/my_cache.py
-is the plainest one. Two rules hold for both: whatever a copy still reads or writes is referenced in its pool
-(`hold`) until that copy is over, whatever becomes of the request; and nothing is found before it has arrived.
+`HostCache` is a Cache (common/cache.py): five methods and their helpers. examples/my_cache.py is the shortest
+one. Two rules hold for every Cache. First, it must keep a reference to all blocks that a copy reads or writes
+(`hold`) until the copy completes, even if the request ends before. Second, `match` must not find a block
+before its copy has completed.
 
-Sources: two tiers as in "KV Cache CPU Offloading" (part 12 of a series that rebuilds vLLM), from which the
-words gpu_hit, cpu_hit and miss come; layer-by-layer loading as in CachedAttention (Gao et al., USENIX ATC
-'24, section 3.2).
+Sources: two tiers as in "KV Cache CPU Offloading" (part 12 of a series that rebuilds vLLM), which also uses
+the words gpu_hit, cpu_hit and miss; layer-by-layer loading as in CachedAttention (Gao et al., USENIX ATC '24,
+section 3.2).
 
     python 03_cpu_offload.py --demo
     python 03_cpu_offload.py --prompt "What is a KV cache?"
@@ -53,31 +55,33 @@ paged = importlib.import_module("02_paged_kv")
 # 1. The cache ----------------------------------------------------------------------------------
 
 class HostCache(Cache):
-    """Full blocks are copied to host memory as they fill, and come back layer by layer."""
+    """A Cache of KV blocks in host memory. Full device blocks are copied to it, and come back layer by
+    layer."""
 
     fields = {"offload_after": (lambda value: isinstance(value, bool), "true or false")}
-    longest_save = 5.0  # seconds: a copy out holds its blocks, so none is begun that would take longer
-    last_tier = True  # nothing leaves the host for a block that was used less recently
+    longest_save = 5.0  # seconds; a longer copy out would keep its device blocks referenced for too long
+    last_tier = True  # do not evict a host block for one that was used less recently
 
     def __init__(self, blocks: int, bandwidth: modelled_link.Bandwidth | float | None = None):
-        """`blocks` in host memory; `bandwidth` of the modelled link, in bytes/s, where there is no GPU."""
+        """`blocks`: blocks of host memory. `bandwidth`: of the modelled link, in bytes per second; None with
+        a GPU."""
         self.blocks, self.bandwidth = blocks, bandwidth
-        self.saving: dict = {}  # prefix on its way out -> host block
-        self.looked_at: dict = {}  # request -> leading blocks that `save` has looked at
-        self.pending_saves: dict = {}  # request, maybe over -> keys of blocks to copy out; oldest first
+        self.saving: dict = {}  # block key whose copy is in flight -> host block
+        self.looked_at: dict = {}  # request -> number of leading blocks that `save` has checked
+        self.pending_saves: dict = {}  # request (may be finished) -> block keys to copy out, oldest first
 
-    # The five verbs
+    # The five methods of a Cache
 
     def attach(self, engine):
         super().attach(engine)
         memory, bandwidth, wake = self.pool.memory, self.bandwidth, engine.wake.set
         self.load_link = hardware.connect("load", engine.clock, bandwidth, wake)
         self.save_link = hardware.connect("save", engine.clock, bandwidth, wake, background=True)
-        shape = len(memory), self.blocks, 2, *memory.shape[3:]  # of [block_size, KVH, hd]: K by V of a block
+        shape = len(memory), self.blocks, 2, *memory.shape[3:]  # [L, blocks, 2, block_size, KVH, hd]
         self.host = paged.BlockPool(self.blocks, self.pool.block_size, self.host_memory(shape))
         self.pools = {"host": self.host}
         for link in self.load_link, self.save_link:
-            link.speed()  # a GPU's is measured now, so that no answer waits for it
+            link.speed()  # measure a GPU's link now, so that no request waits for it
 
     def match(self, request):
         if found := self.host.find(self.missing(request)):
@@ -94,7 +98,8 @@ class HostCache(Cache):
             links.cancel(transfers)
 
     def save(self, batch):
-        """Copy out blocks that have become full, unless the host has them. Each is looked at once."""
+        """Schedule copies of the blocks that this step has filled, unless host memory has them. Each block of
+        a request is checked once."""
         for request, _ in batch.work:
             first, end = self.looked_at.get(request, 0), request.registered
             if first < end and request.options.get("offload_after", True):
@@ -110,17 +115,20 @@ class HostCache(Cache):
     def close(self):
         self.close_each(self.load_link, self.save_link)
 
-    # What they are written with
+    # Helpers
 
     def host_memory(self, shape):
+        """-> a tensor of `shape` in host memory, pinned if the device is a GPU."""
         return links.host_memory(shape, self.pool.memory.dtype, self.pool.memory.device, "The host pool")
 
     def copy_in(self, request, start: int, host_blocks: list[int]) -> list[links.Transfer]:
-        """Begin to copy host blocks into the request's, from token `start` on -> a Transfer a layer."""
+        """Start to copy `host_blocks` into the request's device blocks, from the block of token `start` on.
+
+        Returns: one Transfer per layer. The blocks of both pools are held until all have completed."""
         table = self.blocks_of(request, start, len(host_blocks))
         blocks, transfers = links.BlockPairs(table, host_blocks, apart=True), []
         for layer, (device, host) in enumerate(zip(self.pool.memory, self.host.memory)):
-            device = device.transpose(0, 1)  # as on the host: [blocks, 2, block_size, KVH, hd]
+            device = device.transpose(0, 1)  # like `host`: [blocks, 2, block_size, KVH, hd]
             transfers.append(self.load_link.copy(device, host, f"layer {layer}", blocks))
         self.hold("load", transfers, (self.pool, table), (self.host, host_blocks))
         self.counts["swap_ins"] += len(table)
@@ -128,11 +136,14 @@ class HostCache(Cache):
         return transfers
 
     def has_block(self, block_key) -> bool:
+        """-> whether host memory holds this block, or is receiving it."""
         return block_key in self.host.block_of or block_key in self.saving
 
     def save_pending(self):
-        """Copy out what is owed, the latest request's first, as far as there is room. The rest stays owed,
-        also after its request is over, until the device loses it; then what follows it is not owed either."""
+        """Copy out pending blocks, those of the latest request first, until host memory is full.
+
+        A block that does not fit stays pending, even after its request has finished, until the device evicts
+        it. Then the later blocks of its chain are dropped, too, since nothing could find them without it."""
         there, room = self.pool.block_of, True
         for request, unsaved in reversed([*self.pending_saves.items()]):
             if unsaved and unsaved[0] in there and (self.after_gap(unsaved[0]) or not room):
@@ -146,17 +157,21 @@ class HostCache(Cache):
                 del self.pending_saves[request]
 
     def after_gap(self, block_key) -> bool:
-        """Whether the host lacks what comes before."""
+        """-> whether the parent block is missing from host memory."""
         return block_key.parent is not None and not self.has_block(block_key.parent)
 
     def save_blocks(self, request, block_keys: list) -> int:
-        """Begin to copy out blocks, as far as there is room, and time -> how many."""
+        """Start to copy blocks to host memory, as many as fit there.
+
+        If the copies would take longer than `longest_save`, start only as many as it takes to measure the
+        link again, and none while another save is in flight. Returns: how many of `block_keys`, from the
+        first on, were started."""
         size, link = self.host.block_bytes, self.save_link
-        if link.seconds(len(block_keys) * size) >= self.longest_save:  # a little says if it still is as slow
+        if link.seconds(len(block_keys) * size) >= self.longest_save:  # copy a little, to measure it again
             block_keys = [] if self.in_flight["save"] else block_keys[: -(-link.measured_from // size)]
         if not block_keys:
             return 0
-        own = request.chain if self.last_tier or request.table else ()  # a running request keeps its end
+        own = request.chain if self.last_tier or request.table else ()  # do not evict the chain's own blocks
         used = block_keys[-1].used if self.last_tier else 0
         if fits := self.host.make_room(len(block_keys), own, used):
             block_keys = block_keys[:fits]
@@ -169,14 +184,15 @@ class HostCache(Cache):
         return fits
 
     def allocate_host(self, request, block_keys) -> list[int]:
-        """Allocate host blocks, next to the one of what comes before, with room for what will follow."""
+        """Allocate host blocks right after the block of their parent, with room for the rest of the
+        request."""
         parent = block_keys[0].parent
         after = self.host.block_of.get(parent, self.saving.get(parent))
         room = self.host.num_blocks(request.prompt_tokens + request.max_tokens)
         return self.host.allocate(len(block_keys), after, room)
 
     def copy_out(self, blocks: list[int], host_blocks: list[int]) -> links.Transfer:
-        """Begin to copy device `blocks` to `host_blocks` on the host."""
+        """Start to copy device `blocks` to `host_blocks`. Returns: one Transfer for all layers."""
         host, device = self.host.memory.movedim(1, 0), self.pool.memory.movedim(2, 0)  # [blocks, L, 2, ...]
         pairs = links.BlockPairs(host_blocks, blocks)
         transfer = self.save_link.copy(host, device, f"save {len(blocks)}", pairs)
@@ -185,7 +201,8 @@ class HostCache(Cache):
         return transfer
 
     def on_saved(self, request, transfer, block_keys, host_blocks, arrived: bool):
-        """A copy out is over: register what has arrived."""
+        """Register the host blocks of a completed copy, so that `match` finds them. Called by `poll`;
+        `arrived` is False if the copy failed."""
         for block_key, host_block in zip(block_keys, host_blocks):
             del self.saving[block_key]
             if arrived:
@@ -199,7 +216,8 @@ class HostCache(Cache):
 # 2. The demo -----------------------------------------------------------------------------------
 
 def demo(model, frontend: Frontend, arguments):
-    """Conversations that push each other off a small device, and one that comes back from host memory."""
+    """Let three conversations evict each other from a small device, and bring the first one back from host
+    memory."""
     size, new = arguments.block_size, max(2, min(arguments.max_tokens, 16))
     context = lesson.context(model, frontend)
     blocks = arguments.gpu_blocks = arguments.gpu_blocks or -(-(context * 3 // 4) // size)
@@ -219,24 +237,26 @@ def demo(model, frontend: Frontend, arguments):
     report = dict(link=lesson.describe_link(link), verified=verified)
     print(f"{blocks} device blocks, and documents of {len(asked[0].chain)} blocks each:")
     rows = [describe("document", request) for request in asked] + [describe("the first goes on", back)]
-    print(f"  {lesson.QUESTION} - {back.outcome.text}\n\nThis return (digits: layers; p: prefill, d: decode)")
+    print(f"  {lesson.QUESTION} - {back.outcome.text}\n\nTimeline (digits: layers; p: prefill, d: decode)")
     print(f"{charts.chart(back.timeline)}\n")
-    title = f"TTFT of this question again, behind {back.prompt_tokens} tokens"
+    title = f"TTFT of the same {back.prompt_tokens} prompt tokens, asked again"
     rows += lesson.table(title, taken, "ttft_ms", "ms")
     for case, request in last.items():
         print(f"  {case}: {'; '.join(request.decisions) or 'nothing was offered'}")
     moved = last["cpu_hit"].found.get("cpu", 0) * cache.host.block_bytes // size
     rows.append(dict(case="cpu_hit", bytes_in=moved))
     miss, hit, here = (statistics.median(taken[case]) for case in ("miss", "cpu_hit", "gpu_hit"))
-    words = f"TTFT is {miss / hit:.1f} times shorter than by computing, and {hit / here:.1f} times longer"
-    print(f"\n{moved / 1e6:.1f} MB came back: {words} than from the device.")
+    words = f"TTFT is {miss / hit:.1f} times shorter than by computing and {hit / here:.1f} times longer"
+    print(f"\n{moved / 1e6:.1f} MB came back from host memory: {words} than from the device.")
     if slow and last["slow link"].decisions:
-        print(f"Over a link 100 times slower the same is {last['slow link'].decisions[-1].split(': ')[-1]}.")
+        print(f"Over a link 100 times slower: {last['slow link'].decisions[-1].split(': ')[-1]}.")
     return dict(report, rows=rows, counters=engine.counters()), [back.timeline]
 
 
 def ask_each_tier(engine, slow, prompt: list[int]) -> dict[str, list[Request]]:
-    """Ask the same from each tier, and on `slow` over a link too slow -> each case's requests."""
+    """Time the same prompt as a miss, from host memory and from the device; on `slow` also over a slow link.
+
+    Returns: case -> its requests, one per round."""
     ask, salts = partial(lesson.ask, tokens=prompt, max_tokens=2), itertools.count()
     ways = {
         "miss": lambda: ask(engine, evict="device", cache_salt=str(next(salts)), offload_after=False),
@@ -244,7 +264,7 @@ def ask_each_tier(engine, slow, prompt: list[int]) -> dict[str, list[Request]]:
         "gpu_hit": lambda: ask(engine),
     }
     if slow:
-        ask(slow)  # which leaves it in host memory
+        ask(slow)  # copies the blocks to host memory
         lesson.wait_until_idle(slow)
         link = slow.lower_tier.cache.load_link
         link.bandwidth = modelled_link.Bandwidth(link.bandwidth.value / 100)
@@ -254,7 +274,7 @@ def ask_each_tier(engine, slow, prompt: list[int]) -> dict[str, list[Request]]:
 
 
 def describe(what: str, request: Request) -> dict:
-    """Print a line for a request, and return it."""
+    """Print one line about a finished request, and return it as a row of the demo's table."""
     result = request.outcome
     row = dict(phase=what, source=result.source, found=result.found, ttft_ms=result.ttft_ms)
     found = f"{request.cached_tokens:5} of {request.prompt_tokens} tokens found"
@@ -265,22 +285,23 @@ def describe(what: str, request: Request) -> dict:
 # 3. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
+    """Add the options of chapter 02 and of this chapter."""
     paged.add_arguments(parser)
     number, words = cli.bounded(int, 0, 1 << 26), "blocks in host memory (four times the device's)"
     parser.add_argument("--cpu-blocks", type=number, metavar="N", help=words)
-    parser.add_argument("--always-restore", action="store_true", help="load even what is computed sooner")
+    parser.add_argument("--always-restore", action="store_true", help="load even if computing is faster")
     hardware.add_option(parser)
 
 
 def host_blocks(model, arguments, block_bytes: int) -> int:
-    """-> how many blocks host memory gets."""
+    """-> the number of blocks in host memory: --cpu-blocks, or by default four times the device's blocks."""
     context = -(-model.config.max_position_embeddings // arguments.block_size)  # blocks
     useful, cpu = 4 * (arguments.gpu_blocks or arguments.max_running * context), torch.device("cpu")
     return cli.blocks_that_fit(arguments.cpu_blocks, useful, block_bytes, cpu, "--cpu-blocks")
 
 
 def make_engine(model, arguments) -> paged.Engine:
-    """Chapter 02's engine with this chapter's Cache."""
+    """Build chapter 02's engine with a HostCache as its lower tier."""
     block_bytes = arguments.block_size * model.config.kv_numbers_per_token * model.dtype.itemsize
     blocks = host_blocks(model, arguments, block_bytes)
     bandwidth = hardware.bandwidth(model, arguments.link)

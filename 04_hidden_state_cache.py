@@ -1,25 +1,29 @@
 """Chapter 04: keep the input of each layer, and project it to K and V again (HCache).
 
-The problem. Computing a lost KV cache again leaves the link idle; copying it from the host (chapter 03)
-leaves the processor idle.
+The problem. Recomputing a lost KV cache leaves the link idle. Copying it from host memory (chapter 03) leaves
+the processor idle.
 
-The mechanism. A layer's K and V are projections of its input, the hidden states, after a norm; K is then
-rotated by its position. With multi-head attention that input is half as large as K and V together. (With
-grouped-query attention it is as large or larger, and chapter 03 the better choice.) So the hidden states are
-kept, T tokens of D numbers a layer. When a conversation comes back, layer l + 1 travels while layer l is
-projected:
+The mechanism. A layer's K and V are projections of its normed input, the hidden states; RoPE then rotates K
+by its position. With multi-head attention, a layer's input is half as large as its K and V together. (With
+grouped-query attention it is as large or larger, and chapter 03 is the better choice.) So this chapter saves
+the hidden states, T tokens of D numbers per layer. To restore, layer l is projected while layer l + 1 is
+copied:
 
     projecting costs 4 T D^2 operations a layer, computing it 24 T D^2 + T^2 D:  6 + T / (4 D) times as much
 
-These are the paper's counts, for an MLP that is 4 D wide. The question's rows follow through the layers as in
-chapter 03, so TTFT is about max(link, projecting + question) and one layer of the other.
+These are the paper's counts, for an MLP of width 4 D. The new question's rows follow through the layers as in
+chapter 03. The time to first token (TTFT) is therefore about max(link, projecting + question) plus one layer
+of the other.
 
-Saving must not delay the next token. Stage one: the states of one or several steps leave in one transfer for
-a snapshot buffer in host memory. (A departure: the paper's leave layer by layer, beside the step. Measured in
-benchmarks/variants.py.) Stage two: threads sort its rows into blocks, in which the rows of a layer lie
-together: restoring reads one layer of many tokens, where decoding writes all layers of one. If the buffer is
-full, the rows are dropped, and nothing more of that request is kept. Blocks are as long as the device's, and
-found by the same prefix (the paper's have 64 tokens: `--block-size 64`); `--disk` keeps them in files, too.
+Saving must not delay the next token, so it has two stages. Stage one: one transfer copies the states of one
+or several steps to a snapshot buffer in host memory. Stage two: a thread sorts the rows of the buffer into
+blocks, where all rows of a layer are adjacent. A restoration reads one layer of many tokens, but a decode
+step writes all layers of one token. If the buffer is full, the rows are dropped, and no later rows of that
+request are saved.
+
+Two departures from the paper. Its states leave layer by layer, during the step (benchmarks/variants.py
+measures both). Its chunks have 64 tokens; here a block has the device's block size (`--block-size 64`) and
+the same keys. With `--disk`, blocks are kept in files, too.
 
 Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 
@@ -56,39 +60,42 @@ from shell.backends import in_directories
 from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
-SNAPSHOT = 1 << 21  # bytes of states that are noted before they leave for the snapshot buffer
-DEPTH = 8  # layers of a restoration that are on their way to the device, or there and not yet projected
-THREADS = 8  # of stage two
+SNAPSHOT = 1 << 21  # bytes of unsent states after which `flush` is called
+DEPTH = 8  # layers of a restoration that may be copied ahead of the projection
+THREADS = 8  # threads of stage two
 
 # 1. Blocks in host memory ----------------------------------------------------------------------
 
 @dataclass(eq=False)
 class Filling:
-    """Which block a request fills."""
+    """The host block that a request is filling at the moment."""
 
     request: Request
-    block: int | None = None  # referenced; None: its rows are not kept
-    dropped: bool = False  # rows were not sent: no later ones are kept
-    lost: bool = False  # rows that were sent did not arrive: no later ones are found
+    block: int | None = None  # a referenced block; None: do not keep its rows
+    dropped: bool = False  # rows were not sent: keep no later ones
+    lost: bool = False  # sent rows did not arrive: register no later ones
 
 
 @dataclass(eq=False)
 class Piece:
-    """Rows that fill a part of a block."""
+    """Some rows of one request that go into one host block."""
 
     filling: Filling
     block: int
-    block_key: object  # that these rows complete; None: the block is not full yet
-    rows: list[int]  # which of all noted rows they are
-    slots: range  # where they go, in rows of the store
+    block_key: paged.BlockKey | None  # of the block that these rows complete; None: it is not full yet
+    rows: list[int]  # indices of the rows in the snapshot
+    slots: range  # slots of the rows in the store
 
 
 class BlockStore:
-    """Rows of saved state in host memory, in blocks of the device's length, found by the same prefixes. A
-    block keeps a layer's rows together: 1,024 tokens of a layer come back in 64 pieces, not in 1,024."""
+    """Host memory for saved rows, in blocks of the device's block size, found by the same block keys.
+
+    A block keeps each layer's rows together: a layer of 1,024 tokens is copied in 64 pieces instead of 1,024.
+    If there is `storage`, full blocks are also written to it, and read back."""
 
     def __init__(self, cache: "HiddenCache", name: str, blocks: int, rows: list[tuple[int, int]]):
-        """`name` of what is kept, where storage is shared; `rows`: (layer, numbers of a row) of each part."""
+        """`name`: what the rows are, as part of the keys in shared storage. `blocks`: blocks of host memory.
+        `rows`: (layer, numbers per row) of each part of a block."""
         model, size = cache.model, cache.pool.block_size
         self.cache, self.name, self.storage = cache, name, cache.storage
         self.pool = paged.BlockPool(blocks, size)
@@ -97,14 +104,16 @@ class BlockStore:
         memory = links.host_memory([numbers], model.dtype, model.device, "The host pool")
         parts = memory.split([blocks * size * width for _, width in rows])
         self.parts = [part.view(blocks, size, width) for part, (_, width) in zip(parts, rows)]
-        self.arrays = [as_integers(part) for part in self.parts]  # for NumPy
+        self.arrays = [as_integers(part) for part in self.parts]  # NumPy views
         self.row_bytes = sum(width for _, width in rows) * model.dtype.itemsize
         self.pool.block_bytes = size * self.row_bytes
         self.fillings: dict[Request, Filling] = {}
-        self.writing: set = set()  # prefixes on their way to storage
+        self.writing: set = set()  # block keys that are being written to storage
 
     def find(self, block_keys: list) -> list:
-        """-> the blocks that hold these prefixes up to the first gap: numbers, or where they are Stored."""
+        """Find the beginning of a chain, up to the first block that is in neither host memory nor storage.
+
+        Returns: for each block its number in host memory, or its Stored place."""
         locations, stored = [], False
         for block_key in block_keys:
             location = self.pool.block_of.get(block_key)
@@ -119,9 +128,10 @@ class BlockStore:
     # Filling
 
     def fill(self, rows: dict) -> list[Piece]:
-        """Say where noted rows go. `rows`: request -> the position of its first one, and the index of each
-        among all noted rows. -> the rows that are kept, with a reference to each block for the caller to
-        release."""
+        """Assign slots in host blocks to the rows of one snapshot.
+
+        `rows`: request -> (position of its first row, index of each of its rows in the snapshot). Returns:
+        the pieces that are kept. The caller must release one reference to each piece's block."""
         pieces, size = [], self.pool.block_size
         for request, (first, indices) in rows.items():
             filling, end = self.fillings.setdefault(request, Filling(request)), first + len(indices)
@@ -138,8 +148,11 @@ class BlockStore:
         return pieces
 
     def begin_block(self, filling: Filling, index: int, fillable: int):
-        """Reference a block for block `index` of `fillable`, unless another one has its contents. Keep no
-        more of the request if the block before is not kept, or if only its own chain could make room."""
+        """Allocate a host block for block `index` of the request, unless host memory already has its
+        contents.
+
+        `fillable`: how many blocks the request can fill. Keep no more rows of the request if its previous
+        block is missing, or if only its own blocks could be evicted to make room."""
         pool, chain, last = self.pool, filling.request.chain, filling.block
         self.close_block(filling)
         if filling.dropped or index < len(chain) and chain[index] in pool.block_of:
@@ -151,12 +164,14 @@ class BlockStore:
         (filling.block,) = pool.allocate(1, pool.block_of.get(before, last), fillable - index)
 
     def close_block(self, filling: Filling):
+        """Release the request's reference to the block that it was filling."""
         if filling.block is not None:
             self.pool.release([filling.block])
         filling.block = None
 
     def on_saved(self, pieces: list[Piece], arrived: bool):
-        """In the order of flushes: register complete blocks, unless an earlier row of theirs was lost."""
+        """Register full blocks, unless one of their rows did not arrive. Called in the order of the
+        snapshots."""
         if not arrived:
             self.drop(piece.filling for piece in pieces)
         for piece in pieces:
@@ -167,7 +182,7 @@ class BlockStore:
             self.use_stored(request)
 
     def drop(self, fillings):
-        """Keep no more rows of these, until they are computed again."""
+        """Keep no more rows of these fillings, until their tokens are computed again."""
         for filling in fillings:
             self.cache.counts["drops"] += not filling.dropped
             filling.dropped = True
@@ -182,17 +197,21 @@ class BlockStore:
     # Storage
 
     def digest(self, block_key) -> bytes:
+        """-> the block's key in storage."""
         return hashlib.sha256(block_key.digest + self.name.encode()).digest()
 
     def find_stored(self, block_key) -> Stored | None:
+        """-> where storage has the block, or None."""
         return self.storage and self.storage.find(self.digest(block_key), len(self.parts))
 
     def stored(self, locations: list) -> list[Stored]:
+        """-> only the locations that are in storage."""
         return [location for location in locations if isinstance(location, Stored)]
 
     def register(self, block: int, block_key):
-        """Let the block be found, and write it to storage; hold its memory until it is written. A block whose
-        parent is not stored is not written: nothing would find it."""
+        """Let the block be found, and write it to storage. Its memory is held until it is written.
+
+        A block whose parent is not in storage is not written, because nothing could find it there."""
         self.pool.register(block, block_key)
         before = block_key.parent
         if self.storage and (before is None or before in self.writing or self.find_stored(before)):
@@ -202,18 +221,20 @@ class BlockStore:
                 self.cache.hold(f"write {block}", [written], (self.pool, [block]), then=then)
 
     def use_stored(self, request):
-        """Mark the chain as recently used in storage, too."""
+        """Mark the request's chain as recently used in storage."""
         if self.storage:
             self.storage.use([self.digest(block_key) for block_key in request.chain], len(self.parts))
 
     def on_evict(self, lost: list):
-        """Count blocks that leave host memory and are not in storage."""
+        """Count the evicted blocks that storage does not have, either: they are lost."""
         if self.storage:
             self.cache.counts["blocks_lost"] += sum(not self.find_stored(block_key) for _, block_key in lost)
 
     def fetch(self, block_keys: list, locations: list) -> tuple[list[int], dict]:
-        """Reference what `find` has found, and read what is stored into host memory, part by part. -> the
-        blocks' numbers, and layer -> the reads that must be over before it is copied."""
+        """Reference the blocks at `locations`, and start to read stored ones into free host blocks.
+
+        Returns: the numbers of the host blocks; and for each layer the reads that must complete before it is
+        copied."""
         stored, reads = self.stored(locations), {layer: [] for layer in self.layers}
         self.pool.share([location for location in locations if isinstance(location, int)])
         fresh = self.pool.allocate(len(stored))
@@ -231,26 +252,28 @@ class BlockStore:
 # 2. The cache ----------------------------------------------------------------------------------
 
 class Loading:
-    """A restoration: its tokens' slots, the host blocks, and the copies under way."""
+    """The state of one restoration: the slots of its tokens, its host blocks, and its copies in flight."""
 
     def __init__(self, cache: "HiddenCache", request, restoration, match):
         self.request, self.start = request, restoration.start
         pool, end, device = cache.pool, restoration.end, cache.model.device
         self.tokens = end - self.start
-        self.rotation = cache.model.rotary(torch.arange(self.start, end, device=device))  # of all layers
+        self.rotation = cache.model.rotary(torch.arange(self.start, end, device=device))  # for all layers
         self.slots = pool.slots(upload(request.table, device))[self.start : end]  # [T]
         block_keys = request.chain[self.start // pool.block_size :]
-        self.blocks, self.reads = cache.store.fetch(block_keys, match.blocks)  # in host memory
+        self.blocks, self.reads = cache.store.fetch(block_keys, match.blocks)  # host blocks
         self.pairs = links.BlockPairs(range(len(self.blocks)), self.blocks, apart=True)
-        self.landing = {}  # layer -> where its rows land, [n * block size, width]
-        self.transfers = {}  # layer -> the Transfer
+        self.landing = {}  # layer -> its rows on the device, [n * block size, width]
+        self.transfers = {}  # layer -> its Transfer
 
 
 class HiddenCache(Cache):
-    """Each layer's input is kept in host memory, in blocks, and projected to K and V again."""
+    """A Cache of hidden states: it saves each layer's input to host memory, and projects it to K and V to
+    restore it."""
 
     def __init__(self, blocks: int, bandwidth=None, storage: StoredChunks | None = None):
-        """`blocks` in host memory, `storage` behind them; `bandwidth` of the link, where it is modelled."""
+        """`blocks`: blocks of host memory. `bandwidth`: of the modelled link, in bytes per second; None with
+        a GPU. `storage`: a tier below host memory, or None."""
         self.blocks, self.bandwidth, self.storage = blocks, bandwidth, storage
 
     def attach(self, engine):
@@ -261,30 +284,31 @@ class HiddenCache(Cache):
         self.lanes = deque(links.Worker("scatter", wake) for _ in range(THREADS))
         if self.storage:
             self.storage.open(wake)
-        self.load_link.speed()  # a GPU's is measured now
-        self.projecting = Speed(math.inf)  # rows of a layer a second
-        self.spans = deque()  # (request, rows projected, label, mark, mark): what was computed lately
+        self.load_link.speed()  # measure a GPU's link now, so that no request waits for it
+        self.projecting = Speed(math.inf)  # rows per second, in one layer
+        self.spans = deque()  # projections: (request, rows, label, start mark, end mark)
         self.clear_unsent()
         self.init_store()
 
     @property
     def width(self) -> int:
-        """Numbers that are kept of a token's input to a layer."""
+        """Numbers that are saved per token and layer."""
         return self.model.config.hidden_size
 
     def init_store(self):
-        """Measured is all: keep the input of every layer but the first, which is the embedding."""
+        """Create the block store. It has every layer's input except the first one's, which is the embedding
+        of the tokens."""
         layers = range(1, len(self.model.layers))
         rows = [(layer, self.width) for layer in layers]
         self.use_store(layers, BlockStore(self, "hidden states", self.blocks, rows))
 
     def use_store(self, layers, store: BlockStore):
-        """Keep the input of `layers` in `store`."""
+        """Save the inputs of `layers` in `store`, and allocate the snapshot buffer."""
         self.layers, self.store, self.pools = layers, store, {"host": store.pool}
         memory = partial(links.host_memory, device=self.model.device, what="The snapshot buffer")
-        rows = 4 * self.engine.token_budget  # the buffer is a ring of so many, for each part
+        rows = 4 * self.engine.token_budget  # rows of the snapshot buffer, for each part
         self.snapshot = [memory((rows, part.shape[-1]), part.dtype) for part in store.parts]
-        self.ring, self.head, self.free = rows, 0, rows  # its length, the next row's place, unused rows
+        self.ring, self.head, self.free = rows, 0, rows  # its length, its next row, its free rows
 
     def match(self, request):
         if locations := self.store.find(self.missing(request)):
@@ -294,7 +318,9 @@ class HiddenCache(Cache):
             return Match(tokens, seconds, locations, {source: tokens}, rows=tokens)
 
     def seconds(self, start: int, end: int, locations: list) -> float:
-        """Estimate for a restoration: the slower of loading and projecting, and one layer of the other."""
+        """Estimate the seconds to restore tokens [start, end).
+
+        Returns: the slower of loading and projecting, plus one layer of the other."""
         depth, size, store = len(self.model.layers), self.store.pool.block_bytes, self.store
         project = depth * self.seconds_to_project(end - start)
         load = self.load_link.seconds(len(locations) * size, len(store.parts))
@@ -303,27 +329,29 @@ class HiddenCache(Cache):
         return max(load, project) + min(load, project) / depth
 
     def seconds_to_project(self, tokens: int) -> float:
-        """Estimate for a layer; before the first projection by its share of prefill."""
+        """Estimate the seconds to project `tokens` tokens in one layer.
+
+        Before the first projection, the estimate is a share of the prefill time (`Machine.projecting`)."""
         self.record_spans()
         if self.projecting.samples:
             return self.projecting.seconds(tokens)
         return self.estimates.computing.seconds(tokens * self.estimates.machine.projecting)
 
-    # Bringing back
+    # Restoring
 
     def restore(self, request, restoration, match):
         loading = Loading(self, request, restoration, match)
-        ahead = deque(loading.reads)  # layers whose copies are not ordered yet
+        ahead = deque(loading.reads)  # layers whose copies are not issued yet
         try:
             while (layer := restoration.layers) < len(self.model.layers):
-                # 1. Order the next layers; stop at one that is not read yet, unless it is the next to project
+                # 1. Issue copies of the next layers; stop at one that is still being read, unless it is next
                 while ahead and len(loading.landing) < DEPTH:
                     reads = loading.reads[ahead[0]]
                     if layer < ahead[0] and not all(read.ready for read in reads):
                         break
                     yield from reads
                     self.issue_layer(loading, ahead.popleft())
-                # 2. Bring the next one back, when it is there
+                # 2. Wait for the next layer, and project it
                 yield from self.restore_layer(loading, layer)
                 restoration.layers += 1
         finally:
@@ -332,7 +360,7 @@ class HiddenCache(Cache):
             self.hold("load", list(loading.transfers.values()), given=given)
 
     def issue_layer(self, loading: Loading, layer: int):
-        """Order a layer's rows, which land on the device."""
+        """Start to copy a layer's rows to a temporary buffer on the device."""
         rows = self.store.parts[self.store.layers.index(layer)]  # [blocks, block size, width]
         shape = len(loading.blocks), *rows.shape[1:]  # [n, block size, width]
         landed = self.load_link.landing(shape, rows.dtype)
@@ -340,11 +368,12 @@ class HiddenCache(Cache):
         self.copy_layer(loading, layer, landed, rows, loading.pairs)
 
     def copy_layer(self, loading: Loading, layer: int, into, out_of, pairs=None):
+        """Start one copy of a restoration, and count its bytes."""
         loading.transfers[layer] = transfer = self.load_link.copy(into, out_of, f"layer {layer}", pairs)
         self.counts["bytes_in"] += transfer.bytes
 
     def restore_layer(self, loading: Loading, layer: int):
-        """Yield the transfer of a layer's rows, then project them. Layer 0's are the embedding."""
+        """Yield the transfer of a layer's rows, then project them. For layer 0, embed the tokens instead."""
         request, start, tokens = loading.request, loading.start, loading.tokens
         if layer in loading.transfers:
             yield loading.transfers[layer]
@@ -358,57 +387,67 @@ class HiddenCache(Cache):
 
     @torch.inference_mode()
     def project(self, layer: int, hidden, rotation, slots):
-        """A layer's input [T, D] -> its K and V. K turns behind its matrix: no turn of the input would do."""
+        """Project a layer's input `hidden` [T, D] to K and V, and write them to `slots`.
+
+        RoPE follows the K projection, so it cannot be folded into the saved input."""
         keys, values = self.pool.memory[layer].flatten(1, 2)  # [slots, KVH, hd] each
         k, v = self.model.layers[layer].project_kv(hidden, rotation)  # [T, KVH, hd] each
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
 
     def record_spans(self):
-        """Draw what was computed, and note how long projections took."""
+        """Add finished projections to the timelines, and record how long they took."""
         while self.spans:
             request, rows, label, *marks = self.spans.popleft()
             start, end = map(self.engine.clock.seconds, marks)
             request.timeline.add("compute", label, start, end)
-            if rows >= FULL_SPEED[self.model.device.type]:  # a few take as long as many
+            if rows >= FULL_SPEED[self.model.device.type]:  # fewer rows take just as long
                 self.projecting.record(rows, end - start)
 
-    # Keeping
+    # Saving
 
     def save_layer(self, layer, hidden, batch):
         if layer == 0:
-            self.inputs = []  # a step that was interrupted is computed again
+            self.inputs = []  # an interrupted step starts again
         if layer in self.layers:
             self.inputs.append(hidden)
 
     def clear_unsent(self):
+        """Forget the unsent steps and rows."""
         self.unsent, self.rows, self.count = [], {}, 0
 
     def save(self, batch):
-        """Note a step's states, [T, D] a layer. `flush` sends them when they are many, or a request ends."""
+        """Collect a step's states, [T, D] per layer. `flush` sends them once there are many rows, or when a
+        request ends."""
         for request, count in batch.work:
             _, indices = self.rows.setdefault(request, (request.computed - count, []))
             indices += range(self.count, self.count + count)
             self.count += count
         self.unsent.append(None)
-        with suppress(RuntimeError):  # no device memory is left for a copy: see `flush`
+        with suppress(RuntimeError):  # device memory may be full: then `flush` drops the rows
             self.unsent[-1] = self.step_states(batch)
         if self.count * self.store.row_bytes >= SNAPSHOT or self.count >= self.engine.token_budget:
             self.flush()
 
     def step_states(self, batch) -> list:
-        """-> the step's states, [T, D] a layer; on a GPU copies: the next pass overwrites the inputs."""
+        """Return the step's states, [T, D] per layer.
+
+        On a GPU these are copies, because the next pass overwrites the layers' inputs."""
         on_gpu = self.model.device.type == "cuda"
         return list(torch.stack(self.inputs)) if on_gpu and self.inputs else self.inputs
 
     def flush(self):
-        """Stage one: the noted rows leave in one transfer. Stage two: a thread waits for it."""
+        """Send all unsent rows to host memory, in two stages. If the snapshot buffer or device memory is
+        full, drop them.
+
+        Stage one copies the rows to the snapshot buffer, in one transfer. In stage two, a thread waits for
+        the transfer and sorts the rows into blocks."""
         rows, unsent, count = self.rows, self.unsent, self.count
         self.clear_unsent()
         pieces, states = self.store.fill(rows), None
         touched = [piece.block for piece in pieces]
         if pieces and count <= self.free and None not in unsent:
-            with suppress(RuntimeError):  # no device memory is left to put steps together
+            with suppress(RuntimeError):  # device memory may be full
                 states = self.rows_to_keep(unsent)
         if states is None:
             self.store.drop(piece.filling for piece in pieces)
@@ -423,11 +462,11 @@ class HiddenCache(Cache):
         self.head, self.free = (self.head + count) % self.ring, self.free - count
 
     def rows_to_keep(self, unsent: list) -> list:
-        """-> what is kept of these steps, [rows, width] for each part."""
+        """Concatenate the steps' states -> [rows, width] for each part of the store."""
         return [pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in zip(*unsent)]
 
     def take_snapshot(self, states: list):
-        """Begin to copy rows to the snapshot buffer."""
+        """Start to copy rows to the snapshot buffer, which is a ring. Returns: the Transfer."""
         left, into, out_of = self.ring - self.head, [], []
         for snapshot, rows in zip(self.snapshot, states, strict=True):
             for piece, row in (rows[:left], self.head), (rows[left:], 0):
@@ -439,13 +478,16 @@ class HiddenCache(Cache):
         return transfer
 
     def scatter(self, transfer, out_of, into):
-        """Stage two, on a thread: sort rows `out_of` the snapshot buffer `into` slots of blocks."""
+        """Stage two, on a thread: copy rows of the snapshot buffer to slots of the blocks.
+
+        `out_of` [n]: rows of the buffer. `into` [n]: slots, counted in tokens."""
         transfer.wait()
         for part, snapshot in zip(self.store.arrays, self.snapshot):  # [blocks, block size, D] and [rows, D]
             part.reshape(-1, part.shape[-1])[into] = as_integers(snapshot)[out_of]
 
     def on_saved(self, transfer, pieces: list[Piece], count: int, arrived: bool):
-        """Stage two is over, for `count` rows of the snapshot buffer."""
+        """Free `count` rows of the snapshot buffer, and register full blocks. Called by `poll` after stage
+        two."""
         self.free += count
         self.store.on_saved(pieces, arrived)
         for request in {piece.filling.request for piece in pieces}:
@@ -466,8 +508,9 @@ class HiddenCache(Cache):
 # 3. The demo -----------------------------------------------------------------------------------
 
 def demo(model, frontend: Frontend, arguments):
-    """A conversation that comes back from hidden states in each turn, then TTFT beside chapter 03's."""
-    # 1. Ask: the device loses everything between two turns
+    """Restore a conversation from hidden states before each of its turns, then compare TTFT with chapter
+    03."""
+    # 1. Answer: all blocks of the device are evicted before each turn
     arguments.always_restore = True
     engine, new = make_engine(model, arguments), max(2, min(arguments.max_tokens, 16))
     length, turns = lesson.context(model, frontend) // 2, [lesson.SECRET, *lesson.TURNS[1:]]
@@ -479,52 +522,53 @@ def demo(model, frontend: Frontend, arguments):
     states, kv = bytes_per_token(model), model.config.kv_numbers_per_token * model.dtype.itemsize
     print(f"A token takes {states} bytes as hidden states and {kv} as K and V.")
     if states >= kv:
-        print("Query heads share KV heads: more bytes, and a projection besides. On this model chapter 03 is")
-        print("the better choice, and the times below are of a model whose heads share nothing.")
-    print("The device is evicted before each turn:")
+        print("Query heads share KV heads: hidden states take more bytes, and a projection. On this model")
+        print("chapter 03 is the better choice. The times below are of a model whose heads are not shared.")
+    print("All device blocks are evicted before each turn:")
     rows = [offload.describe(f"turn {number}", request) for number, request in enumerate(asked, 1)]
-    print(f"  {lesson.TURNS[-1]} - {asked[-1].outcome.text}\n")
-    print(f"The last turn (digits: layers; p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n")
+    print(f"  {lesson.TURNS[-1]} - {asked[-1].outcome.text}\n\nThe last turn (load: layer numbers, copied;")
+    print(f"compute: layer numbers, projected; p: prefill; d: decode)\n{charts.chart(asked[-1].timeline)}\n")
     report["counters"] = engine.counters()
     engine.close()
 
-    # 3. Time: on a model whose question costs less than its history
+    # 3. Time: on a model whose question takes less time than its history
     larger = lesson.Larger(arguments, random.Random(0), engine_of)
     caches = HiddenCache(2 * larger.blocks, 1e9), offload.HostCache(2 * larger.blocks, 1e9)
     ways = dict(zip(("hidden states (04)", "K and V (03)"), map(larger.way, caches)))
-    computed = min(way() for way in ways.values())  # and kept
+    computed = min(way() for way in ways.values())  # this also saves the blocks
     for title, _ in larger.over_links(caches, caches[0].seconds_to_project(lesson.HISTORY)):
         rows += lesson.table(title, lesson.in_turn(ways), "ttft_ms", "ms")
         ours, theirs = (row["ttft_ms"] for row in rows[-2:])
-        print(f"  {ours / theirs:.2f} of chapter 03's, {ours / computed:.2f} of computing it again\n")
+        print(f"  {ours / theirs:.2f} of chapter 03's TTFT, {ours / computed:.2f} of computing again\n")
     print(
-        "Half of the bytes help where the link is the slower one. Where it is not, projecting takes the\n"
-        "time, and chapter 03 needs none. Both ways, each for some of the layers? Chapter 05."
+        "Half of the bytes help if the link is the bottleneck. If it is not, the projection limits TTFT,\n"
+        "and chapter 03 needs none. Could each layer use the faster way? See chapter 05."
     )
     return dict(report, rows=rows), [asked[-1].timeline]
 
 
 def engine_of(model, blocks: int, cache) -> paged.Engine:
-    """-> an engine with so many device blocks that restores whatever `cache` offers."""
+    """-> an engine of `blocks` device blocks that always restores what `cache` offers."""
     return paged.Engine(paged.Runner(model, blocks), Restorer(cache, Estimates(always=True)))
 
 
 # 4. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
+    """Add the options of chapter 03 and of this chapter."""
     offload.add_arguments(parser)
     add, limit = parser.add_argument, cli.bounded(float, 1e-6, 1e6)
     add("--disk", type=Path, action="append", metavar="DIR", help="keep blocks in files too; may be repeated")
-    add("--disk-limit", type=limit, default=10, metavar="GB", help="of all files (10)")
+    add("--disk-limit", type=limit, default=10, metavar="GB", help="size of all files together (10)")
 
 
 def bytes_per_token(model) -> int:
-    """Of hidden states: the first layer's input is the embedding, and not kept."""
+    """-> bytes of hidden states per token. The first layer's input is the embedding, which is not saved."""
     return (model.config.num_hidden_layers - 1) * model.config.hidden_size * model.dtype.itemsize
 
 
 def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
-    """Chapter 02's engine with this chapter's Cache, or another `kind`."""
+    """Build chapter 02's engine with a HiddenCache, or another `kind` of it, as its lower tier."""
     config, size = model.config, arguments.block_size
     block_bytes = size * bytes_per_token(model)
     blocks = offload.host_blocks(model, arguments, block_bytes)

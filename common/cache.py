@@ -1,8 +1,9 @@
-"""What a chapter keeps, and how it comes back: the Cache that every chapter from 03 on implements.
+"""The Cache: the contract that each chapter from 03 on implements.
 
-A Cache says what it has (`match`) and brings it back (`restore`, a generator that yields each copy it must
-wait for). restoring.py decides whether that is worth it, when the generator goes on, what is computed
-meanwhile, and what happens if a copy fails."""
+A Cache says which tokens it can restore (`match`), restores them (`restore`, a generator that yields each
+copy it waits for), and keeps what a step has computed (`save`). The driver in restoring.py does the rest: it
+decides whether restoring pays, resumes the generator, schedules other requests between its copies, and
+recomputes the tokens if a copy fails."""
 
 import logging
 import time
@@ -17,120 +18,150 @@ from common.requests import Request, RequestQueue
 
 @dataclass(eq=False)
 class Match:
-    """What a Cache holds behind `request.computed`."""
+    """One answer of `Cache.match`: the tokens after `request.computed` that the Cache can restore."""
 
-    tokens: int  # never a request's last one
-    seconds: float  # until all are there, on an undisturbed machine
-    blocks: object  # where they are: the Cache's own
-    found: dict | None = None  # source, as Request.found calls it -> tokens; by default all from "cpu"
-    rows: int = 0  # that it projects or computes in each layer (04, 05); 0: it only copies
-    share: float = 1.0  # of each step, that computing them would get (06)
-    trial: bool = False  # refused, and loaded all the same, to learn how fast that is
+    tokens: int  # never includes the request's last token, whose logits are needed
+    seconds: float  # estimated time until all are restored, if nothing else runs; includes queued transfers
+    blocks: list  # where the tokens are (07: or a Prefetch); only the Cache itself reads this
+    found: dict | None = None  # source (a key of Request.found) -> tokens; default: all from "cpu"
+    rows: int = 0  # rows that `restore` projects or computes in each layer (04, 05); 0: it only copies
+    share: float = 1.0  # share of each step that recomputing these tokens would get (06)
+    trial: bool = False  # the estimate says recompute; load anyway, to measure the speed
 
     def __post_init__(self):
         self.found = self.found or {"cpu": self.tokens}
 
 
 class Cache:
-    """What a chapter keeps, and how it comes back; this one keeps nothing. A cache needs five verbs (attach,
-    match, restore, save, close); the docstring of each other verb says what it buys."""
+    """The state that a chapter keeps outside the device, and the way back to it. This class keeps nothing.
 
-    # The five verbs that every cache needs, in the order of their use
+    A chapter implements five methods: `attach`, `match`, `restore`, `save` and `close`. All other methods are
+    helpers for these five, or optional. The docstring of an optional method says what to use it for."""
+
+    # The five required methods, in the order of their use
     def attach(self, engine: RequestQueue):
-        """Begin, before the first request: measure how fast it loads."""
+        """Prepare the Cache. The engine's constructor calls this once, before the first request.
+
+        A chapter opens its links and measures their speed here, after calling this method."""
         self.engine, self.model, self.pool = engine, engine.model, engine.pool
-        self.in_flight = defaultdict(deque)  # lane -> (transfers, what they read and write, what to do then)
-        self.counts = engine.counts  # for /health
-        self.estimates = engine.lower_tier.estimates  # of how fast this machine is
+        self.in_flight = defaultdict(deque)  # lane -> (transfers, (pool, blocks) pairs, then)
+        self.counts = engine.counts  # counters for /health
+        self.estimates = engine.lower_tier.estimates  # speeds of this machine
 
     def match(self, request: Request):
-        """-> a Match of what follows `request.computed` (maybe inside a block), or None."""
+        """Say what can be restored. Called at admission, and again after each restoration of the request.
 
-    def restore(self, request: Request, restoration: object, match: Match):
-        """Bring tokens start to end into `request.table`. A generator: issue copies, yield each Transfer that
-        must be over before it goes on (or nothing: resume me later, others may go on), count
-        `restoration.layers` up, end by returning. `hold` what a copy reads and writes before the next yield.
-        It may be closed at any yield."""
+        Returns: a Match of tokens that follow `request.computed` (which may lie inside a block), or None. The
+        tokens must be available now: nothing may be offered before it has arrived in this tier."""
+
+    def restore(self, request: Request, restoration: "Restoration", match: Match):  # noqa: F821
+        """Bring tokens [restoration.start, restoration.end) into the blocks of `request.table`.
+
+        This is a generator. It starts copies and yields each Transfer that must complete before it continues.
+        It yields None after a portion of work, so that other requests can run. It adds 1 to
+        `restoration.layers` when a layer's K and V are written, or (in 06) lowers `restoration.limit`, and
+        returns when all are.
+
+        The driver resumes it, and may close it at any yield. Therefore it must `hold` the blocks of a copy
+        before the next yield."""
         yield from ()
 
-    def save(self, batch: object):
-        """Keep what the step has computed. Must not wait."""
+    def save(self, batch: "Batch"):  # noqa: F821
+        """Keep what the step has computed. Called after each forward pass; must not block.
+
+        `batch`: the engine's Batch of this step (02_paged_kv.py); `batch.work` has (request, tokens)
+        pairs."""
 
     def close(self):
-        """End threads, and what lies outside of this process."""
+        """End threads, and release files and connections. Called once, when the engine closes."""
 
-    # What the five are written with
+    # Helpers
     def missing(self, request: Request) -> list:
-        """-> the prefixes of the full blocks behind `request.computed` that could come back."""
+        """Return the keys of the full blocks after `request.computed` that a lower tier could restore.
+
+        The first of them is the block that contains token `request.computed`."""
         size = self.pool.block_size
         return request.chain[request.computed // size : request.history // size]
 
     def tokens_in(self, request: Request, blocks: list) -> int:
-        """-> how many tokens of these blocks, the next ones, lie behind `request.computed`."""
+        """Return how many tokens after `request.computed` these blocks hold.
+
+        The first block is the one that contains token `request.computed`."""
         size = self.pool.block_size
         return (request.computed // size + len(blocks)) * size - request.computed
 
     def blocks_of(self, request: Request, start: int, count: int) -> list[int]:
-        """-> `count` of the request's blocks, from the one of token `start` on."""
+        """-> `count` of the request's device blocks, from the block of token `start` on."""
         return request.table[start // self.pool.block_size :][:count]
 
     def hold(self, lane: str, transfers: list, *held, given: tuple = (), then: object = lambda arrived: None):
-        """Keep (pool, blocks) pairs referenced until all transfers are over, whatever becomes of the request;
-        then call `then(whether all have arrived)`. `held` get a reference more, `given` hand theirs over."""
+        """Keep blocks referenced until all `transfers` are complete, even if the request ends before.
+
+        `lane`: the queue to put them in; a queue is released in order. `held`: (pool, blocks) pairs that get
+        one more reference. `given`: pairs whose reference the caller hands over. `then(arrived)`: called by
+        `poll` when all transfers are complete; `arrived` is False if one of them failed."""
         for pool, blocks in held:
             pool.share(blocks)
         self.in_flight[lane].append((transfers, (*held, *given), then))
 
     def poll(self):
-        """Each step: release what is over, in order within each lane; a lane that hangs holds up no other."""
+        """Release the blocks of completed transfers. Called once at the start of each step; must not block.
+
+        Each lane is released in order. A lane that hangs does not delay the others."""
         if self.storage:
             self.counts["storage_errors"] = self.storage.errors
         lanes = {name: lane for name, lane in self.in_flight.items() if lane}
-        self.in_flight = defaultdict(deque, lanes)  # without those that are empty
+        self.in_flight = defaultdict(deque, lanes)  # drop empty lanes
         for lane in lanes.values():
             while lane and all(transfer.ready for transfer in lane[0][0]):
                 transfers, held, then = lane.popleft()
                 try:
                     then(all(transfer.error is None for transfer in transfers))
-                except Exception:  # of this one: the others go on, and its blocks are free
-                    logging.getLogger("kv").exception("what follows a copy has failed")
+                except Exception:  # release the blocks all the same, and continue
+                    logging.getLogger("kv").exception("work after a copy failed")
                 for pool, blocks in held:
                     pool.release(blocks)
 
     def close_each(self, *parts):
-        """Close those that there are, in this order, also past one that raises."""
+        """Close each of `parts` that is not None, in this order, even if one of them raises."""
         with ExitStack() as each:
             for part in reversed([*filter(None, parts)]):
                 each.callback(part.close)
 
     def drain(self):
-        """At the end: let what is on its way arrive, if that takes at most 5 s."""
+        """Wait up to 5 s for the transfers that are still in flight. Used by `close`."""
         until = time.perf_counter() + 5.0
         while any(self.in_flight.values()) and time.perf_counter() < until:
             self.poll()
             time.sleep(1e-3)
 
-    # Optional: what each buys stands in its docstring
-    fields: dict = {}  # options of a request, this chapter's own: name -> (test, words)
-    pools: dict = {}  # name -> BlockPool, for the page
-    storage = None  # a Storage or StoredChunks, whose errors are counted
+    # Optional
+    fields: dict = {}  # request options that this chapter adds: name -> (test, words)
+    pools: dict = {}  # name -> BlockPool, shown by the page
+    storage = None  # a Storage or StoredChunks whose errors `poll` counts
 
     def submitted(self, request: Request):
-        """The request stands in line, its chain is made: begin to bring something nearer (07)."""
+        """Start a prefetch (07). Called when a request is queued or re-queued; its `chain` is complete."""
 
     def waits(self, request: Request) -> bool:
-        """-> whether it stays in line: what it lacks comes nearer, and that is worth waiting for (07)."""
+        """Return True to keep the request queued while its tokens are prefetched (07).
+
+        Called at admission, before the request gets blocks."""
         return False
 
-    def save_layer(self, layer: int, hidden: torch.Tensor, batch: object):
-        """See the input [T, D] of each layer (04)."""
+    def save_layer(self, layer: int, hidden: torch.Tensor, batch: "Batch"):  # noqa: F821
+        """See a layer's input `hidden` [T, D] (04). Called in the forward pass, before the layer runs.
+
+        Copy what you keep: on a GPU the next pass overwrites `hidden`."""
 
     def on_evict(self, lost: list):
-        """The blocks of these (block, prefix) pairs are about to lose their contents: read them now (07)."""
+        """Read device blocks before they lose their contents (07). `lost`: (block, block key) pairs.
+
+        The device pool calls this before it evicts; afterwards the blocks are free."""
 
     def finished(self, request: Request):
-        """The request is over, cancelled or preempted: forget it."""
+        """Forget a request. Called when it finishes, fails, is cancelled or is preempted."""
 
     def agree(self, fact: bool) -> bool:
-        """-> whether a fact that this process alone knows holds on all ranks (09)."""
+        """-> whether `fact`, which only this process knows, holds on all ranks (09)."""
         return fact

@@ -1,9 +1,10 @@
-"""The link of a GPU: a stream for each direction, pinned memory, events.
+"""The link of a GPU: one stream per direction, pinned memory, events.
 
-Two things can copy. The copy engine takes nothing from what computes, and one piece a call, which takes some
-8 us. A kernel takes multiprocessors, and reads and writes pinned memory where it lies, in any order. So the
-engine copies blocks that are adjacent on the host, a kernel scattered ones, and no thread of the host puts
-them together (HiCache's `direct` and `kernel`)."""
+There are two ways to copy. The copy engine takes no multiprocessors from the computation, but each call
+copies only one contiguous piece and takes some 8 us. A kernel occupies multiprocessors, but reads and writes
+pinned memory in place, in any order. Therefore the copy engine copies blocks that are adjacent on the host,
+and a kernel copies scattered blocks. No host thread gathers them first. (HiCache calls the two `direct` and
+`kernel`.)"""
 import time
 import weakref
 from contextlib import suppress
@@ -26,7 +27,8 @@ from common.llama import upload
 # 1. Transfers and the link ----------------------------------------------------------------------------------
 
 class CudaTransfer(Transfer):
-    """Starts and ends with events on the lane's stream. What is queued ends, so `wait` has no limit."""
+    """A transfer that starts and ends with events on the lane's stream. Queued GPU work always completes, so
+    `wait` ignores its timeout."""
 
     @property
     def ready(self) -> bool:
@@ -46,7 +48,7 @@ class CudaTransfer(Transfer):
 
 
 class Link(Lane):
-    """One direction of a GPU's link."""
+    """One direction of the link between a GPU and host memory."""
 
     measured_from = 1 << 16     # bytes
     modelled, hangs = False, False
@@ -54,18 +56,19 @@ class Link(Lane):
     def __init__(self, name: str, clock):
         super().__init__(name)
         self.clock, self.stream = clock, limited_stream()
-        self.close = weakref.finalize(self, self.stream.synchronize)    # nothing is on its way then
-        self.backend = None         # "direct" (the copy engine) or "kernel"; None: by the rule of places.py
+        self.close = weakref.finalize(self, self.stream.synchronize)    # no copy is in flight afterwards
+        self.backend = None         # "direct" (the copy engine) or "kernel"; None: see `by_kernel`
 
     def copy(self, dst, src, label: str, pairs: BlockPairs | None = None) -> Transfer:
-        """Copy a tensor, or each of a list, to one like it; with `pairs`, src[at] to dst[to] of each."""
+        """Copy a tensor, or each tensor of a list, to one of the same shape. With `pairs`, copy src[at] to
+        dst[to] of each."""
         dst, src = as_lists(dst, src)
         transfer = CudaTransfer(self.name, label, sum(to.nbytes for to in written_part(dst, pairs)))
         transfer.clock = self.clock
-        transfer.host = [side for side in (*dst, *src) if not side.is_cuda]     # no kernel keeps it
+        transfer.host = [side for side in (*dst, *src) if not side.is_cuda]     # kernels do not keep it alive
         before = self.in_flight[-1] if self.in_flight else None
         if not (pairs and pairs.ordered):
-            self.stream.wait_stream(torch.cuda.current_stream())    # behind what is queued to compute now
+            self.stream.wait_stream(torch.cuda.current_stream())    # after all work that is queued now
         with torch.cuda.stream(self.stream):
             transfer.start = self.clock.mark() if before is None or before.ready else before.end
             try:
@@ -85,18 +88,19 @@ class Link(Lane):
         return transfer
 
     def landing(self, shape, dtype) -> torch.Tensor:
-        """Allocate device memory to copy to. It is the lane's: no copy to it waits for what computes."""
+        """Allocate device memory for a copy to write to. It belongs to the lane's stream, so that the copy
+        need not wait for the computation."""
         with torch.cuda.stream(self.stream):
             made = torch.empty(shape, dtype=dtype, device=self.clock.device)
-        made.record_stream(torch.cuda.current_stream())     # which will read it
+        made.record_stream(torch.cuda.current_stream())     # this stream will read it
         return made
 
     def measure(self) -> float:
-        """Measure, and return bytes/s."""
+        """Measure bandwidth and latency. Returns: bytes per second."""
         device = torch.zeros(1 << 26, dtype=torch.uint8, device=self.clock.device)
         host = host_memory(device.shape, torch.uint8, self.clock.device, "The buffer of a measurement")
         sides = (host, device) if self.name == "save" else (device, host)
-        for size in 1, 1, len(host), len(host):     # the first of each is slower
+        for size in 1, 1, len(host), len(host):     # the first copy of each size is slower
             began = time.perf_counter()
             self.copy(*(side[:size] for side in sides), "measurement").wait()
             self.latency = time.perf_counter() - began if size == 1 else self.latency
@@ -110,7 +114,7 @@ class Link(Lane):
 # 2. Blocks --------------------------------------------------------------------------------------------------
 
 class Side:
-    """The blocks of one memory, for a GPU: computed once for all layers."""
+    """The blocks of one memory, prepared once for the copies of all layers."""
 
     def __init__(self, blocks):
         self.blocks, self.runs, self.uploaded = blocks, runs(blocks, blocks), None
@@ -118,15 +122,17 @@ class Side:
         self.slice = slice(first, first + count) if len(self.runs) == 1 else None   # if they are adjacent
 
     def index(self, device) -> torch.Tensor:
-        """-> the blocks' numbers on the device, uploaded by the lane's stream."""
+        """-> the blocks' numbers on the device."""
         if self.uploaded is None:
             self.uploaded = upload(self.blocks, device)
         return self.uploaded
 
 
 def queue_blocks(to: torch.Tensor, out_of: torch.Tensor, pairs: BlockPairs, backend: str | None):
-    """Queue a copy of blocks on the current stream; if they are not adjacent on the device, by way of a
-    temporary there. `backend`: direct or kernel; None: see `by_kernel`."""
+    """Queue a copy of blocks on the current stream.
+
+    Blocks that are not adjacent on the device go through a temporary tensor there. `backend`: "direct",
+    "kernel", or None to let `by_kernel` choose."""
     inward = to.is_cuda
     device, host = alike(to, out_of) if inward else alike(out_of, to)
     pairs.sides = pairs.sides or (Side(pairs.to), Side(pairs.at))
@@ -138,7 +144,7 @@ def queue_blocks(to: torch.Tensor, out_of: torch.Tensor, pairs: BlockPairs, back
     else:
         piece = device.index_select(0, mine.index(device.device))
     if not by_kernel(host, theirs, backend):
-        for there, here in adjacent(host, piece, theirs):     # the host waits for what is not pinned
+        for there, here in adjacent(host, piece, theirs):     # if it is not pinned, the host waits
             here.copy_(there, non_blocking=True) if inward else there.copy_(here, non_blocking=True)
     elif inward:
         torch.index_select(on_device(host), 0, theirs.index(device.device), out=piece)
@@ -149,15 +155,16 @@ def queue_blocks(to: torch.Tensor, out_of: torch.Tensor, pairs: BlockPairs, back
 
 
 def by_kernel(host: torch.Tensor, side: Side, backend: str | None) -> bool:
-    """Whether a kernel copies: what is pinned, and not one run in contiguous memory."""
+    """-> whether a kernel copies: if the host memory is pinned, and the blocks are not one contiguous run."""
     if backend == "direct" or not host.is_pinned():
         return False
     return backend == "kernel" or not (side.slice and host[side.slice].is_contiguous())
 
 
 def adjacent(host: torch.Tensor, device: torch.Tensor, side: Side):
-    """Yield pairs of views, of the host's blocks and of what belongs to them on the device: a copy each. A
-    run that is not pinned comes whole, since PyTorch stages it."""
+    """Yield (host view, device view) pairs; each pair is one copy.
+
+    A run that is not pinned is yielded as a whole, since PyTorch stages it anyway."""
     def split(there, here):
         if there.is_contiguous() or not there.is_pinned():
             yield there, here
@@ -172,34 +179,39 @@ def adjacent(host: torch.Tensor, device: torch.Tensor, side: Side):
 
 
 class OnDevice:
-    """Shows pinned memory to PyTorch as the device's own: it has the same address there."""
+    """Pinned host memory that PyTorch accepts as device memory; it has the same address there."""
 
     def __init__(self, host: torch.Tensor):
-        self.host = host        # for the view; for a queued kernel `Link.copy` keeps it
+        self.host = host        # keeps the memory alive for the view; `Link.copy` does so for a queued kernel
         self.__cuda_array_interface__ = host.numpy().__array_interface__
 
 
 def on_device(host: torch.Tensor) -> torch.Tensor:
-    """-> pinned memory of integers, as a tensor of the device; a kernel that uses it goes over the link."""
+    """Return pinned memory of integers as a tensor of the device.
+
+    A kernel that uses this tensor reads or writes over the link."""
     return torch.as_tensor(OnDevice(host), device="cuda")
 
 
 def alike(*sides: torch.Tensor) -> list[torch.Tensor]:
-    """View both as integers, of 8 bytes if their shapes allow that: kernels move these faster."""
+    """-> each side as integers, of 8 bytes if the shapes allow it, because kernels move these faster."""
     with suppress(RuntimeError):
         return [side.view(torch.int64) for side in sides]
     return [side.view(INTEGERS[side.itemsize]) for side in sides]
 
 
 def limited_stream(processors: int = 8):
-    """-> a stream whose kernels leave a GPU's other processors to what computes, where PyTorch can divide one
-    (2.11 cannot); any stream elsewhere."""
+    """Create a stream whose kernels use at most `processors` multiprocessors. The computation keeps the
+    others.
+
+    PyTorch can divide a GPU like this only in some versions (2.11 cannot). Elsewhere, return an ordinary
+    stream."""
     with suppress(Exception):
         context = torch.cuda.green_contexts.GreenContext.create(num_sms=processors)
         stream = context.Stream()
         with torch.cuda.stream(stream):
             torch.zeros(1, device="cuda")
         stream.synchronize()
-        stream.context = context        # as long as the stream
+        stream.context = context        # keep it alive as long as the stream
         return stream
     return torch.cuda.Stream()

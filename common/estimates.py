@@ -1,8 +1,8 @@
-"""Load or recompute: how fast this machine is, and whether a match is worth loading.
+"""Load or recompute: predict both times, and decide whether a match is worth loading.
 
-Speeds are measured once, before the first request, and learned from what happens afterwards. Noise only slows
-a measurement, so the fastest of the last eight samples counts. A refused match yields no sample; therefore
-every eighth refusal in a row is loaded all the same."""
+Speeds are measured once, before the first request. Afterwards they are learned from what the engine does.
+Noise only slows a measurement, so the fastest of the last eight samples counts. A refused match yields no
+sample; therefore every eighth refusal in a row is loaded anyway."""
 
 from collections import Counter
 
@@ -11,30 +11,34 @@ from common.link import Speed
 from common.machine import flops, machine_of
 from common.requests import Request, RequestQueue
 
-LOAD_THRESHOLD = 0.8  # load what takes at most this share of computing: a load that turns out late costs both
-MAX_WAIT = 60.0  # seconds that a request waits at most for its Cache, and for what --always-restore loads
-FULL_SPEED = {"cpu": 128, "cuda": 512}  # rows of a step: from here on prefill runs at full speed, or nearly
-TRIAL_INTERVAL = 8  # every eighth refusal in a row is loaded all the same
+LOAD_THRESHOLD = 0.8  # load if it takes at most this share of computing: a late load costs both times
+MAX_WAIT = 60.0  # seconds: limit for waiting for a prefetch, and for a load under --always-restore
+FULL_SPEED = {"cpu": 128, "cuda": 512}  # rows per step from which prefill runs at nearly full speed
+TRIAL_INTERVAL = 8  # load every eighth refused match anyway
 
 class Estimates:
-    """How long an engine computes, and what is worth loading."""
+    """The predicted times of one engine, and the decision whether to load tokens or to compute them."""
 
     def __init__(self, always: bool = False):
-        """`always`: load whatever is offered (--always-restore)."""
+        """`always`: load every match (--always-restore)."""
         self.always = always
         self.refusals = Counter()  # source -> refused matches in a row
 
     def attach(self, engine: RequestQueue, cache: Cache):
+        """Measure the machine. Called once, before `Cache.attach`."""
         self.engine, self.cache, self.machine = engine, cache, machine_of(engine.model)
         self.computing = Speed(self.machine.fastest)  # operations per second of prefill
 
     def seconds_to_compute(self, start: int, end: int) -> float:
-        """Estimate the prefill of tokens start to end."""
+        """-> estimated seconds of the prefill of tokens [start, end)."""
         return self.computing.seconds(flops(self.engine.model.config, start, end))
 
     def load_or_compute(self, request: Request, match: Match) -> tuple[float, str]:
-        """Load what was offered, or compute it, at its share of each step? -> the seconds that loading may
-        take, which are those of computing, or 0: it is computed; and why."""
+        """Decide whether to load a match or to compute its tokens.
+
+        Returns: the seconds that loading may take, or 0.0 to compute; and one sentence that says why. Loading
+        may take as long as computing would, a trial a tenth of that, and a load under --always-restore
+        MAX_WAIT."""
         start, source = request.computed, " and ".join(match.found)
         compute = self.seconds_to_compute(start, start + match.tokens) / match.share
         chosen = self.cache.agree(self.always or match.seconds <= LOAD_THRESHOLD * compute)
@@ -49,14 +53,15 @@ class Estimates:
         )
 
     def max_wait(self, tokens: int) -> float:
-        """Seconds that a prompt of so many tokens waits at most for its Cache."""
+        """-> how many seconds a prompt of `tokens` tokens may wait for a prefetch."""
         return MAX_WAIT if self.always else min(self.seconds_to_compute(0, tokens), MAX_WAIT)
 
     def learn(self, work: list, seconds: float):
-        """Learn from a step. `work`: as after the step; `seconds` that it has computed.
+        """Learn the prefill speed from a step that took `seconds`, waits excluded.
 
-        A step of few rows, or one that also brings something back, is slower than a prefill; so it counts
-        only if it was faster than what was believed."""
+        `work`: the step's (request, tokens) pairs, after `computed` was advanced. A step with few rows, or
+        one that also restores, runs slower than prefill. It counts only if it was faster than the speed known
+        so far."""
         spans = [(request.computed - count, request.computed) for request, count in work]
         speed = sum(flops(self.engine.model.config, *span) for span in spans) / max(seconds, 1e-9)
         alone = not any(request.restoration for request, _ in work)

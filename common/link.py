@@ -1,17 +1,17 @@
-"""Copies between device memory and host memory, beside the computation; and threads that do one thing after
-the other.
+"""Copies between device memory and host memory that run beside the computation, and worker threads.
 
-    link = Link("load", clock)                         # one direction is one lane: first in, first out
+    link = Link("load", clock)                         # one link per direction: a lane, first in, first out
     transfer = link.copy(dst, src, "layer 0")          # returns at once, and never raises
-    link.copy(dst, src, "layer 1", BlockPairs(to, at)) # blocks: dst[to] = src[at]
+    link.copy(dst, src, "layer 1", BlockPairs(to, at)) # copy blocks: dst[to] = src[at]
 
-A copy begins only after everything that was queued to compute when it was issued (with
-`BlockPairs(apart=True)`, when their first copy was): so a load cannot overwrite what queued work still reads,
-and a copy out sees what queued work still writes. That is half of the contract; the other half is the
-caller's (`Cache.hold`): no memory of a transfer may be used for anything else before `ready`.
+A copy starts only after all work that was queued on the device when it was issued. With
+`BlockPairs(apart=True)`, only the first copy of the pairs waits for this. Therefore a load cannot overwrite
+blocks that queued work still reads, and a save sees the values that queued work still writes. The caller must
+keep the other half of the contract (`Cache.hold`): memory of a transfer must not be reused before the
+transfer is `ready`.
 
-A GPU's link is in cuda_link.py. Where there is no GPU, shell/modelled_link.py has a link with the same verbs,
-and the same contract."""
+A GPU's link is in cuda_link.py. Without a GPU, shell/modelled_link.py has a link with the same methods and
+the same contract."""
 import math
 import os
 import queue
@@ -26,61 +26,64 @@ from itertools import pairwise
 import numpy
 import torch
 
-NUM_SAMPLES = 8     # samples that say how fast something is
-HANG_SECONDS = 1.0  # seconds after which a job hangs: its lane is given nothing that somebody waits for
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}     # by their bytes
+NUM_SAMPLES = 8     # the latest samples of a speed
+HANG_SECONDS = 1.0  # a job that runs longer hangs: no request may wait for its lane
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}     # bytes -> dtype
 
 # 1. Transfers -----------------------------------------------------------------------------------------------
 
 class TransferError(Exception):
-    """A copy that failed, or that came too late."""
+    """A copy failed, or did not complete in time."""
 
-
-# 1. Transfers -----------------------------------------------------------------------------------------------
 
 class Transfer:
-    """Something on its way: a copy over a link, or whatever else ends on another thread by `finish`."""
+    """A copy over a link, or a job of a worker thread, that completes later. Its thread calls `finish`."""
 
     def __init__(self, lane: str, label: str, size: int = 0):
+        """`lane`: name of its link or worker. `label`: for the timeline and messages. `size`: bytes."""
         self.lane, self.label, self.bytes = lane, label, size
         self.issued, self.start, self.end, self.error = time.perf_counter(), None, None, None
         self.completed, self.cancelled, self.value = threading.Event(), False, None
 
     def cancel(self):
-        """Let it fail, unless it has begun: nobody needs it any more."""
+        """Make the transfer fail, unless it has started. Its result must not be needed any more."""
         self.cancelled |= self.start is None
 
     @property
     def ready(self) -> bool:
-        """Whether it is over, well or not: nothing is written any more."""
+        """Whether it has completed or failed. From then on it writes nothing."""
         return self.completed.is_set()
 
     def finish(self, start: float, end: float, error: Exception | None = None):
+        """Complete the transfer, or fail it with `error`. Times are time.perf_counter()."""
         self.start, self.end, self.error = start, end, error
         self.completed.set()
 
     def wait(self, seconds: float | None = None):
-        """Make the host wait until it is over. Raises TransferError if it failed, or took longer."""
+        """Block until it is complete. Raises TransferError if it fails, or is not complete after
+        `seconds`."""
         if not self.completed.wait(seconds):
             raise TransferError(f"{self.label} is late")
         self.check()
 
     def check(self):
-        """Raise TransferError if it failed."""
+        """Raise TransferError if it has failed."""
         if self.error is not None:
             raise TransferError(f"{self.label} failed ({self.error})")
 
     def queue_wait(self) -> bool:
-        """Order it before what is computed from here on, and return True; or False: wait for `ready`."""
+        """Make the device's next work wait for this transfer, if the device can (a GPU).
+
+        Returns: True if so. False: the caller must wait until the transfer is `ready`."""
         return False
 
     def span(self) -> tuple[float, float]:
-        """Return start and end in seconds of time.perf_counter(), once it is ready."""
+        """-> start and end, in seconds of time.perf_counter(). Call it only if the transfer is ready."""
         return self.start, self.end
 
 
 def cancel(transfers):
-    """Nobody waits for these any more."""
+    """Cancel transfers that are no longer needed."""
     for transfer in transfers:
         transfer.cancel()
 
@@ -88,40 +91,46 @@ def cancel(transfers):
 # 2. Lanes ---------------------------------------------------------------------------------------------------
 
 class Speed:
-    """The speed of one kind of work, in units per second: that of the fastest of the last passes, since noise
-    only slows. `unmeasured`: that before the first pass."""
+    """The speed of one kind of work, in units per second.
+
+    It is the fastest of the last NUM_SAMPLES samples, since noise only slows. `unmeasured` is the speed
+    before the first sample."""
 
     def __init__(self, unmeasured: float):
         self.unmeasured, self.samples = unmeasured, deque(maxlen=NUM_SAMPLES)
 
     def record(self, units: float, seconds: float):
+        """Add a sample: `units` of work took `seconds`."""
         self.samples.append(units / seconds)
 
     def forget(self):
+        """Drop all samples."""
         self.samples.clear()
 
     @property
     def value(self) -> float:
+        """The speed, in units per second."""
         return max(self.samples, default=self.unmeasured)
 
     def seconds(self, units: float) -> float:
-        """Estimate for so much work; infinite if the speed is 0."""
+        """-> estimated seconds for `units` of work; infinite if the speed is 0."""
         return units / self.value if self.value else math.inf
 
 
 class Lane:
-    """Does one thing after the other."""
+    """A queue that executes transfers one after the other: the base class of links and workers."""
 
-    measured_from = 1           # bytes: smaller transfers do not say how fast the lane is
-    latency = 0.0               # seconds of a transfer of no bytes
+    measured_from = 1           # bytes: smaller transfers are too short to measure a speed
+    latency = 0.0               # seconds of a transfer of 0 bytes
 
     def __init__(self, name: str):
         self.name = name
         self.in_flight: deque[Transfer] = deque()
-        self.measured = Speed(math.inf)     # bytes/s, of the last transfers
+        self.measured = Speed(math.inf)     # bytes per second of the last transfers
 
     def reap_completed(self) -> int:
-        """Drop what is over, note how fast it was, and return the bytes that are on their way."""
+        """Forget completed transfers, and record their speed. Returns: the bytes of the transfers still in
+        flight."""
         while self.in_flight and self.in_flight[0].ready:
             transfer = self.in_flight.popleft()
             (start, end), counts = transfer.span(), transfer.bytes >= self.measured_from
@@ -130,30 +139,35 @@ class Lane:
         return sum(transfer.bytes for transfer in self.in_flight if not transfer.cancelled)
 
     def speed(self) -> float:
-        """-> bytes/s."""
+        """-> bytes per second. Measures the lane if nothing has been copied yet."""
         self.reap_completed()
         return self.measured.value if self.measured.samples else self.measure()
 
     def seconds(self, size: int, transfers: int = 1) -> float:
-        """Estimate the seconds until `size` bytes would be there, behind what is queued now."""
+        """-> estimated seconds until `size` more bytes would arrive, after all transfers in flight."""
         return transfers * self.latency + (self.reap_completed() + size) / self.speed()
 
 
 class Worker(Lane):
-    """A thread that does one thing after the other. A hung job ends with the process."""
+    """A thread that executes jobs one after the other. It is a daemon: a job that hangs ends with the
+    process."""
 
     def __init__(self, name: str, wake=lambda: None, background=False):
-        """`wake` is called when something is over. `background`: nobody waits for what this does."""
+        """`wake`: called after each job. `background`: run at the lowest priority, because no request waits
+        for these jobs."""
         super().__init__(name)
         self.wake, self.jobs, self.closed = wake, queue.SimpleQueue(), threading.Event()
-        self.began = [math.inf]             # when what it does now did; infinite while it does nothing
-        arguments = self.jobs, self.closed, self.began, wake, background   # not the lane: it may be forgotten
+        self.began = [math.inf]             # start of the current job; infinite while there is none
+        arguments = self.jobs, self.closed, self.began, wake, background   # no `self`: it must be collectable
         self.thread = threading.Thread(target=run_jobs, args=arguments, daemon=True)
         self.close = weakref.finalize(self, stop_worker, self.jobs, self.closed, self.thread)
 
     def submit(self, label: str, size: int, function, *arguments, model=None) -> Transfer:
-        """Call function(*arguments) on the thread, and return a Transfer of `size` bytes that gets its value.
-        `model`: when it says that what was begun at a time has arrived; until then the thread sleeps."""
+        """Call `function(*arguments)` on the thread.
+
+        `size`: bytes, for the lane's speed. `model(start)`: the time at which the modelled hardware has
+        completed a job that started at `start`; the thread sleeps until then. Returns: a Transfer, whose
+        `value` becomes the function's result."""
         transfer = Transfer(self.name, label, size)
         self.in_flight.append(transfer)
         self.jobs.put((transfer, model, function, arguments))
@@ -164,15 +178,17 @@ class Worker(Lane):
 
     @property
     def hangs(self) -> bool:
+        """Whether the current job has been running for more than HANG_SECONDS."""
         return time.perf_counter() - self.began[0] > HANG_SECONDS
 
 
 def run_jobs(jobs: queue.SimpleQueue, closed: threading.Event, began: list, wake, background: bool):
-    """Do what a lane is given: its thread."""
-    if background:      # take the processor only from who is idle, where threads have a priority of their own
+    """The worker's thread: execute jobs until None comes. An exception fails the job's transfer, not the
+    thread."""
+    if background:      # yield the core to all other threads (Linux has a priority per thread)
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    free = 0.0          # when the lane is free, in the model
+    free = 0.0          # when the modelled lane has completed its last job
     while (job := jobs.get()) is not None:
         transfer, model, function, arguments = job
         start, error = max(transfer.issued, free), TransferError("cancelled")
@@ -183,16 +199,16 @@ def run_jobs(jobs: queue.SimpleQueue, closed: threading.Event, began: list, wake
             except Exception as raised:
                 error = raised
             began[0], free = math.inf, time.perf_counter()
-            if model and error is None:         # no model is faster than this memory
+            if model and error is None:         # real copies may be slower than the model
                 free = max(free, model(start))
                 closed.wait(max(0.0, free - time.perf_counter()))
         transfer.finish(start, max(start, free), error)
-        transfer = function = arguments = model = job = error = None    # and what they hold
+        transfer = function = arguments = model = job = error = None    # free the tensors that they reference
         wake()
 
 
 def stop_worker(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread):
-    """End a lane's thread: none may be inside PyTorch when the interpreter goes. What is modelled arrives."""
+    """End the worker's thread. It must not be inside PyTorch when the interpreter exits, so wait for it."""
     closed.set()
     jobs.put(None)
     if thread.ident is not None and thread is not threading.current_thread():
@@ -202,17 +218,19 @@ def stop_worker(jobs: queue.SimpleQueue, closed: threading.Event, thread: thread
 # 3. Blocks --------------------------------------------------------------------------------------------------
 
 class BlockPairs:
-    """Which blocks of two memories belong together: block to[i] of one is copied from block at[i]."""
+    """Which blocks to copy: block at[i] of the source goes to block to[i] of the destination."""
 
     def __init__(self, to, at, apart=False):
-        """`apart`: what is queued to compute after the first copy touches no block until that block's own
-        copy has arrived; so it is enough, on one lane, that the first copy waits for what computes."""
+        """`apart`: True if work that is queued after the first copy touches a block only after that block's
+        own copy has completed. Then the later copies on the lane need not wait for the device's queue."""
         self.to, self.at, self.apart, self.ordered = to, at, apart, False
-        self.runs, self.sides = runs(to, at), None  # `sides`: for a GPU (cuda_link.py)
+        self.runs, self.sides = runs(to, at), None  # `sides`: used by cuda_link.py
 
 
 def runs(to, at) -> list[tuple[int, int, int]]:
-    """-> (to, at, count) of the blocks that are adjacent on both sides. Raises ValueError."""
+    """Group pairs whose blocks are adjacent on both sides.
+
+    Returns: (to, at, count) of each group. Raises ValueError if the two lists differ in length."""
     to, at = numpy.asarray(to), numpy.asarray(at)
     breaks = numpy.flatnonzero((numpy.diff(to) != 1) | (numpy.diff(at) != 1)) + 1
     edges = [0, *breaks.tolist(), len(to)]
@@ -220,7 +238,9 @@ def runs(to, at) -> list[tuple[int, int, int]]:
 
 
 def paired(dst: list[torch.Tensor], src: list[torch.Tensor], pairs: BlockPairs | None):
-    """Pair tensors of the same dtype and shape; with `pairs`, of any number of blocks. Raises ValueError."""
+    """Return pairs of tensors of `dst` and `src`. With `pairs`, the numbers of blocks may differ.
+
+    Raises ValueError if shapes or dtypes differ."""
     first = 1 if pairs else 0
     sides = [[(piece.shape[first:], piece.dtype) for piece in side] for side in (dst, src)]
     if sides[0] != sides[1]:
@@ -229,7 +249,7 @@ def paired(dst: list[torch.Tensor], src: list[torch.Tensor], pairs: BlockPairs |
 
 
 def move(dst: list[torch.Tensor], src: list[torch.Tensor], pairs: BlockPairs | None):
-    """Copy in ordinary memory with one core: NumPy takes no other, where torch would take all of them."""
+    """Copy in host memory on one core. NumPy uses one; torch would use all of them."""
     for pair in paired(dst, src, pairs):
         to, out_of = map(as_integers, pair)
         for first, at, count in pairs.runs if pairs else [(0, 0, len(to))]:
@@ -237,21 +257,25 @@ def move(dst: list[torch.Tensor], src: list[torch.Tensor], pairs: BlockPairs | N
 
 
 def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
-    """Return the same memory for NumPy, which knows no bfloat16."""
+    """-> the same memory as a NumPy array of integers, since NumPy has no bfloat16."""
     return tensor.view(INTEGERS[tensor.itemsize]).numpy()
 
 
 def as_lists(*sides) -> list[list[torch.Tensor]]:
+    """-> each side as a list of tensors."""
     return [[side] if isinstance(side, torch.Tensor) else list(side) for side in sides]
 
 
 def written_part(dst: list[torch.Tensor], pairs: BlockPairs | None) -> list[torch.Tensor]:
-    """-> as much of each as a copy writes."""
+    """-> the part of each destination that a copy writes."""
     return [to[: len(pairs.to)] for to in dst] if pairs else dst
 
 
 def host_memory(shape, dtype, device, what: str) -> torch.Tensor:
-    """Allocate on the host; for a GPU pinned: from pageable memory the driver copies, and the host waits."""
+    """Allocate host memory; for a GPU pinned. Copies from pageable memory go through the driver, and block
+    the host.
+
+    `what`: names the memory in the message that is printed if pinning fails."""
     if device.type == "cuda":
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -1,7 +1,8 @@
-"""How fast this machine computes a model: the prefill of a layer and its projection, timed in turn.
+"""Measure how fast this machine runs a model: the prefill of a layer, and the projection of a layer's K and
+V.
 
-Noise only slows a measurement, so the fastest of several samples counts. Both are timed in the same moments,
-so their ratio holds on a busy machine, too."""
+The two are timed in turn, so that their ratio holds on a busy machine, too. Noise only slows a measurement,
+so the fastest of several samples counts."""
 
 import time
 from itertools import cycle
@@ -11,27 +12,28 @@ import torch
 from common.llama import attention
 from common.timeline import Clock
 
-ROWS = 512  # tokens of a measured layer
-OPERATIONS = 5e10  # floating-point operations of a measurement, in 8 to 64 rounds
-PAUSE = 5e-3  # seconds before a timed piece of work: a restoration waits before each layer, too
+ROWS = 512  # tokens in each measured pass
+OPERATIONS = 5e10  # floating-point operations of a whole measurement, which has 8 to 64 rounds
+PAUSE = 5e-3  # seconds to sleep before each call, because a restoration waits before each layer, too
 
 
 def flops(config, start: int, end: int) -> float:
-    """Floating-point operations of all layers for tokens start to end: two for each weight, and in attention
-    two for each number of a key and of a value that a query head sees."""
+    """Count the floating-point operations of all layers for tokens [start, end).
+
+    Each weight takes two operations per token. In attention, each number of a key and of a value that a query
+    head reads takes two."""
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
     weights = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
-    seen = (end - start) * (start + end + 1) / 2  # pairs of a token and one that it sees
+    seen = (end - start) * (start + end + 1) / 2  # pairs of a token and a token that it attends to
     return config.num_hidden_layers * (2 * weights * (end - start) + 4 * heads * seen)
 
 
 @torch.inference_mode()
 def measure(model, *works) -> tuple[float, ...]:
-    """Time each of `works`, functions without arguments, in turn with the prefill of a layer.
+    """Time each of `works`, which are functions without arguments, in turn with the prefill of one layer.
 
-    The two are timed in the same moments, so their ratio holds on a busy machine, too.
-    Returns: operations per second of prefill, and for each of `works` the number of prefill operations that
+    Returns: operations per second of prefill; and for each of `works` the number of prefill operations that
     take as long as one call."""
     config, device, layers = model.config, model.device, cycle(model.layers)
     rows = min(ROWS, config.max_position_embeddings)
@@ -39,7 +41,7 @@ def measure(model, *works) -> tuple[float, ...]:
     rotation = model.rotary(torch.arange(rows, device=device))  # [T, 1, hd] each
     operations = flops(config, 0, rows) / config.num_hidden_layers  # of one layer
     clock = Clock(device)
-    # This thread's processor time stands still while another process has the core
+    # A thread's processor time does not advance while another process has the core
     mark = clock.mark if device.type == "cuda" else time.thread_time
 
     def prefill():
@@ -55,13 +57,13 @@ def measure(model, *works) -> tuple[float, ...]:
             marks.append(mark())
         times = [*map(clock.seconds, marks)]
         samples.append([end - begin for begin, end in zip(times[::2], times[1::2])])
-    # The first round touches memory, and has a GPU choose its kernels. No clock reads 0 for work
+    # Skip the first round, which touches memory and selects a GPU's kernels. Avoid a division by 0
     computing, *others = (max(1e-9, min(taken)) for taken in zip(*samples[1:]))
     return operations / computing, *(operations * seconds / computing for seconds in others)
 
 
 class Machine:
-    """How fast this machine runs a model: measured once, and shared by all engines on that model."""
+    """How fast this machine runs a model. Measured once, and shared by all engines of that model."""
 
     def __init__(self, model):
         config, layers = model.config, cycle(model.layers)
@@ -76,12 +78,13 @@ class Machine:
             for side, made in zip(memory, next(layers).project_kv(hidden, rotation)):
                 side.index_copy_(0, slots, made)
 
-        self.fastest, operations = measure(model, project)  # operations per second of the fastest prefill
-        self.projecting = operations / rows  # prefill operations for the projection of a layer's row
+        self.fastest, operations = measure(model, project)  # prefill operations per second
+        # Projecting one row in one layer takes as long as this many prefill operations
+        self.projecting = operations / rows
 
 
 def machine_of(model) -> Machine:
-    """Measure a model at its first use."""
+    """-> the Machine of a model, measured at the first call."""
     if not hasattr(model, "machine"):
         model.machine = Machine(model)
     return model.machine

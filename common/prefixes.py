@@ -1,5 +1,5 @@
-"""Names of contents: a prefix is a block of tokens after all that come before it. Every tier finds what it
-holds by prefixes, in this process as objects, and by their keys outside."""
+"""Block keys: each identifies a full block by its tokens and by all tokens that come before them. Every tier
+finds its blocks by these keys: by the object in this process, by its digest outside."""
 
 import hashlib
 import itertools
@@ -10,25 +10,32 @@ from weakref import WeakValueDictionary
 
 @dataclass(eq=False)
 class BlockKey:
-    """`tokens` after all that `parent`, if any, stands for. One object per content: compare with `is`."""
+    """The key of a block that holds `tokens` after all tokens of `parent`. There is one object per content,
+    so compare keys with `is`."""
 
     parent: "BlockKey | None" = field(repr=False)
     tokens: tuple
-    digest: bytes  # SHA-256 chain: the name of the content outside of this process
-    used: int = 0  # when it was used last: every pool that holds it evicts by this
+    digest: bytes  # SHA-256 of the parent's digest and the tokens: the key outside this process
+    used: int = 0  # counter value at its last use: every pool evicts the smallest first
 
 
 class BlockKeys:
-    """Interns prefixes of `size` tokens. Compares (parent, tokens), as a collision of hashes would give a
-    request another user's text. `namespace`: what K and V depend on besides tokens."""
+    """The block keys of one engine: one object per content.
+
+    Keys are found by (parent, tokens), not by a hash: a hash collision would give a request another user's
+    text. A key that nothing references any more is forgotten."""
 
     def __init__(self, namespace: str, size: int):
+        """`namespace`: everything other than tokens that a block's contents depend on, such as the model.
+        `size`: tokens per block."""
         self.namespace, self.size = hashlib.sha256(namespace.encode()).digest(), size
         self.known: WeakValueDictionary[tuple, BlockKey] = WeakValueDictionary()
         self.uses = itertools.count(1)
 
     def extend(self, chain: list[BlockKey], tokens: list[int], salt: str = "") -> list[BlockKey]:
-        """Extend `chain`, one Prefix per full block, to all full blocks of `tokens`. Salts share nothing."""
+        """Append a key to `chain` for each further full block of `tokens`, and return `chain`.
+
+        Requests with different `salt` never share a key."""
         while (end := (len(chain) + 1) * self.size) <= len(tokens):
             parent, block = chain[-1] if chain else None, tuple(tokens[end - self.size : end])
             block_key = self.known.get((parent or salt, block))
@@ -40,6 +47,7 @@ class BlockKeys:
         return chain
 
     def use(self, chain: list[BlockKey]):
-        """Make a chain the most recently used, in every tier that holds it; its end is evicted first."""
+        """Mark a chain as the most recently used, in every tier that holds it. Its last block will be evicted
+        first."""
         for block_key in reversed(chain):
             block_key.used = next(self.uses)

@@ -1,5 +1,7 @@
-"""Request and Result, and the line of an engine. An engine calls a Request's `push` and
-`finish`; the client reads its `pieces`: text, and last the outcome, a `Result` or an exception."""
+"""Requests, their results, and the queue that every engine is built on.
+
+A client submits a Request and reads its `pieces`: text while the answer is written, and at the end the
+outcome, a Result or an exception. The engine calls the request's `push` and `finish`."""
 import logging
 import math
 import queue
@@ -16,13 +18,13 @@ import torch
 from common import sampling
 from common.timeline import Timeline
 
-ATTEMPTS = 3                       # of a step that raises
+ATTEMPTS = 3                       # how often a step that raises is run
 
 # 1. Errors --------------------------------------------------------------------------------------------------
 
 class RequestError(Exception):
-    """A request that is not answered; its message is one sentence for the user, and says what to change."""
-    status = 500                   # of HTTP
+    """Why a request is not answered. The message is one sentence for the user, and says what to change."""
+    status = 500                   # HTTP status code
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -30,10 +32,12 @@ class RequestError(Exception):
 
 
 class BadRequest(RequestError):
+    """The request itself is wrong, or can never fit."""
     status = 400
 
 
 class ClientDisconnected(RequestError):
+    """The client closed its connection."""
     status = 499
 
 
@@ -43,76 +47,79 @@ class Unavailable(RequestError):
 
 
 class Interrupted(Exception):
-    """The step under way is given up: something else is more urgent. It is run again."""
+    """The forward pass stops early, because a request arrived or the step's work changed. The step is run
+    again."""
 
 
 def in_words(error: Exception) -> str:
+    """-> type and message of an exception, in one line of at most 200 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 # 2. Request and result --------------------------------------------------------------------------------------
 
 class Result:
-    """A finished answer. Times in milliseconds."""
+    """A finished answer. Times are in milliseconds."""
 
     def __init__(self, request: "Request"):
         first, last, later = request.times[0], request.times[-1], len(request.times) - 1
         self.id = request.id
         self.text = request.writer.text if request.writer else ""
-        self.tokens = request.new                       # without those of the prompt
-        self.finish_reason = request.finish_reason      # "stop": end token or stop string; "length": no room
+        self.tokens = request.new                       # of the answer only
+        self.finish_reason = request.finish_reason      # "stop" (end token, stop string) or "length"
         self.usage = dict(prompt_tokens=request.prompt_tokens, cached_tokens=request.cached_tokens,
                           completion_tokens=len(request.new))
         hits = [f"{tier}_hit" for tier, tokens in request.found.items() if tokens]
         self.source = "mixed" if len(hits) > 1 else (hits or ["miss"])[0]
-        self.found = request.found                      # where the prompt came from; the rest was computed
-        self.decisions = request.decisions              # what was offered and what was decided
+        self.found = request.found                      # tier -> prompt tokens; the others were computed
+        self.decisions = request.decisions              # why matches were loaded or not
         self.ttft_ms = (first - request.received) * 1e3                 # request received to first token
         self.tbt_ms = (last - first) / later * 1e3 if later else None   # mean time between later tokens
         self.timeline = request.timeline
 
     def as_json(self) -> dict:
+        """-> all attributes, with the timeline as a list of spans."""
         return {**vars(self), "timeline": self.timeline.as_json()}
 
 
 @dataclass(eq=False)
 class Request:
-    """What was asked, what has been answered so far, and what the engine notes of it."""
-    # asked
-    tokens: list[int]              # the prompt, then the answer
+    """One request: its prompt and options, its answer so far, and the state that the engine keeps for it."""
+    # The request
+    tokens: list[int]              # the prompt, then the answer's tokens so far
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
-    options: dict = field(default_factory=dict)                 # the chapter's own fields
+    options: dict = field(default_factory=dict)                 # fields of the chapter, such as cache_salt
     end_tokens: frozenset = frozenset()
-    writer: object = None          # of text (shell/frontend.py); None: nobody reads it
+    writer: "Writer | None" = None  # noqa: F821  # turns tokens into text (shell/frontend.py)
     received: float = field(default_factory=time.perf_counter)
-    # answered
+    # The answer
     id: int = 0                    # set by engine.submit: 1, 2, ...
     prompt_tokens: int = field(init=False)
     new: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)            # of each of `new`: seconds, host clock
+    times: list[float] = field(default_factory=list)            # perf_counter() of each of `new`
     finish_reason: str | None = None
     outcome: Result | Exception | None = None
     pieces: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     timeline: Timeline = field(default_factory=Timeline)
-    found: dict[str, int] = field(default_factory=dict)         # tier -> tokens of the prompt from there
-    decisions: list[str] = field(default_factory=list)          # a sentence each
-    # noted by the engine of chapter 02
-    table: list[int] = field(default_factory=list)              # its blocks, in the order of its tokens
-    chain: list = field(default_factory=list)                   # its prefixes
-    computed: int = 0              # tokens whose K and V are in the blocks of `table`
-    registered: int = 0            # leading blocks whose prefixes are in the index, held by these or others
-    restoration: object = None     # what is on its way
-    readmitted: bool = False       # preempted, or its restoration has failed: it had blocks before
-    must_compute: bool = False     # a restoration has failed: nothing is asked for again
-    wait_deadline: float = 0.0     # until when it may wait for its Cache: seconds of time.perf_counter()
-    memo: object = None            # whatever the Cache remembers of it
+    found: dict[str, int] = field(default_factory=dict)         # tier -> prompt tokens found in it
+    decisions: list[str] = field(default_factory=list)          # one sentence each
+    # State of chapter 02's engine
+    table: list[int] = field(default_factory=list)              # its blocks, in token order
+    chain: list = field(default_factory=list)                   # the BlockKeys of its full blocks
+    computed: int = 0              # tokens whose K and V are in its blocks
+    registered: int = 0            # leading blocks whose keys are in the pool's index
+    restoration: "Restoration | None" = None  # noqa: F821  # tokens that are being restored
+    readmitted: bool = False       # it was preempted, or its restoration failed
+    must_compute: bool = False     # a restoration failed: do not try another one
+    wait_deadline: float = 0.0     # time.perf_counter() until which a prefetch may delay it
+    memo: object = None            # state that the Cache keeps for this request; the engine does not read it
 
     def __post_init__(self):
-        self.tokens = list(self.tokens)                         # it grows, and is nobody else's
+        self.tokens = list(self.tokens)                         # a copy: it grows
         self.prompt_tokens = len(self.tokens)
         self.timeline.began = self.received
         self.generator = torch.Generator()
@@ -120,7 +127,7 @@ class Request:
 
     @property
     def history(self) -> int:
-        """Tokens that may come from a cache: all but the last, which is computed for its logits."""
+        """Number of tokens that may come from a cache: all but the last, which is computed for its logits."""
         return len(self.tokens) - 1
 
     @property
@@ -130,25 +137,29 @@ class Request:
 
     @property
     def compute_end(self) -> int:
-        """The token up to which the next step may compute."""
+        """The token before which the next step must stop."""
         return self.restoration.compute_end if self.restoration else len(self.tokens)
 
     @property
     def pending(self) -> int:
-        """Tokens to compute before the next one can be sampled."""
+        """Number of tokens to compute before the next token can be sampled."""
         return len(self.tokens) - self.next
 
     @property
     def cached_tokens(self) -> int:
+        """Number of prompt tokens that were found in a cache, in all tiers together."""
         return sum(self.found.values())
 
     def sample(self, logits: torch.Tensor) -> int:
-        """Draw the next token from logits [V], as `sampling.sample` does for many."""
+        """Sample the next token from `logits` [V]."""
         return sampling.sample([self], logits[None], sampling.likeliest(logits[None]))[0]
 
     def push(self, token: int):
-        """Append a token; put text that is certain to `pieces`; set finish_reason if it is the last. Raises
-        RequestError at -1, where the model gives none."""
+        """Append a sampled token, put finished text into `pieces`, and set `finish_reason` if the answer is
+        complete.
+
+        Called by the engine. Raises RequestError if `token` is -1, which means that the logits were not
+        finite."""
         if token < 0:
             raise RequestError("The logits of this answer are not finite numbers; choose another --dtype.")
         self.times.append(time.perf_counter())
@@ -166,40 +177,43 @@ class Request:
             self.pieces.put(piece)
 
     def finish(self, error: Exception | None = None):
-        """Set the outcome, a Result or `error`, and put it to `pieces`."""
+        """Set the outcome, a Result or `error`, and put it into `pieces`. Called once, by the engine."""
         self.outcome = error or Result(self)
         self.pieces.put(self.outcome)
 
 
-# 3. The line of an engine ----------------------------------------------------------------------------------
+# 3. The queue of an engine ----------------------------------------------------------------------------------
 
 class RequestQueue:
-    """The requests of an engine: those that wait, run and are over. Any thread may submit and cancel; one
-    thread calls `step`, which takes arrivals in and ends a request with `finish`. An engine has a `model`,
-    and says how to `step` and to `release` a running request."""
+    """The base class of all engines: the requests that wait, run, or have finished.
 
-    fields, pools = {}, {}         # of a request, the chapter's own; memories in blocks, for the page
-    explain = False                # whether to print what happens
+    Any thread may call `submit` and `cancel`. Only one thread may call `step`. A subclass has a `model`,
+    implements `step` (which calls `take_arrivals` first, and `finish` for each request that ends) and
+    `release` (which frees a running request's memory)."""
+
+    fields, pools = {}, {}         # request options of the chapter; name -> BlockPool, for the page
+    explain = False                # --explain: print each event of a step
 
     def __init__(self, capacity: int | None = None):
-        self.capacity = capacity   # tokens that one request may take, answer included
-        self.arrivals: deque[tuple[Request, Exception | None]] = deque()    # submitted (None) or cancelled
-        self.wake = threading.Event()                           # something has arrived
+        """`capacity`: the most tokens that one request may take, answer included; None: no limit."""
+        self.capacity = capacity   # tokens
+        self.arrivals: deque[tuple[Request, Exception | None]] = deque()    # None: submitted
+        self.wake = threading.Event()                           # set by an arrival or a completed transfer
         self.waiting: deque[Request] = deque()                  # first come, first served
         self.running: list[Request] = []                        # oldest first
-        self.completed: deque[Request] = deque(maxlen=8)        # the last ones, for the page
+        self.completed: deque[Request] = deque(maxlen=8)        # the latest, for the page
         self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0, gpu_hits=0, misses=0)
-        self.failures = 0                                       # steps in a row that raised
+        self.failures = 0                                       # failed steps in a row
 
     def check(self, request: Request):
-        """Raise BadRequest if it can never fit."""
+        """Raise BadRequest if the request can never fit into memory."""
         if self.capacity and len(request.tokens) + request.max_tokens - 1 > self.capacity:
             raise BadRequest(
                 f"{len(request.tokens)} prompt tokens and up to {request.max_tokens} new ones do not fit "
                 f"into a pool of {self.capacity} tokens; ask for less, or start with more blocks.")
 
     def submit(self, request: Request):
-        """Let a request stand in line. Raises BadRequest if it can never fit."""
+        """Add a request; the next step enqueues it. Raises BadRequest if it can never fit into memory."""
         self.check(request)
         self.counts["requests"] += 1
         request.id = self.counts["requests"]
@@ -207,41 +221,45 @@ class RequestQueue:
         self.wake.set()
 
     def cancel(self, request: Request, error: Exception):
-        """End a request at the top of the next step, with `error` as its outcome."""
+        """End a request at the start of the next step, with `error` as its outcome."""
         self.arrivals.append((request, error))
         self.wake.set()
 
     def take_arrivals(self):
-        """At the top of a step: end what was cancelled, enqueue what was submitted."""
+        """End the cancelled requests, and enqueue the submitted ones. Called at the start of each step."""
         while self.arrivals:
             request, error = self.arrivals.popleft()
             if error is not None:
                 self.finish(request, error)
-            elif request.outcome is None:                       # and was not cancelled before
+            elif request.outcome is None:                       # it was not cancelled
                 with self.contain(request):
                     self.enqueue(request)
 
     def enqueue(self, request: Request):
+        """Append a request to the queue."""
         self.waiting.append(request)
 
     @property
     def busy(self) -> bool:
-        """Whether a step has anything to do."""
+        """Whether there are requests that a step can work on."""
         return bool(self.arrivals or self.waiting or self.running)
 
     def sleep(self, seconds: float = math.inf):
-        """Sleep until something arrives, `seconds` at most. A GPU's copies wake nobody: look again soon."""
+        """Sleep until a request arrives or a transfer completes, for at most `seconds`.
+
+        Copies of a GPU do not set `wake`, so the sleep is shorter there: 0.2 ms instead of 20 ms."""
         most = 2e-4 if self.model.device.type == "cuda" else 2e-2
         self.wake.wait(max(0.0, min(seconds, most)))
         self.wake.clear()
 
     def interrupt(self):
-        """Raise Interrupted if a request has come, or was cancelled."""
+        """Raise Interrupted if a request has arrived or was cancelled."""
         if self.arrivals:
             raise Interrupted
 
     def step_failed(self, work: list[tuple[Request, int]], error: Exception):
-        """Let the step be run again; after ATTEMPTS in a row end its requests."""
+        """Let a step that raised be run again. After ATTEMPTS failures in a row, end its requests with
+        Unavailable."""
         self.failures += 1
         if self.failures == ATTEMPTS:
             self.failures = 0
@@ -252,28 +270,33 @@ class RequestQueue:
 
     @contextmanager
     def contain(self, request: Request | None = None):
-        """Around work for one request: what raises inside is the outcome of that one, if any, alone."""
+        """Context manager: an exception inside fails only this request. Without a request, the exception is
+        only logged."""
         try:
             yield
         except Exception as error:
             if not isinstance(error, RequestError):
                 logging.getLogger("kv").error("work for one request failed", exc_info=error)
-                error = RequestError(f"This answer could not go on ({in_words(error)}); ask again.")
+                error = RequestError(f"This request failed ({in_words(error)}); ask again.")
             if request:
                 self.finish(request, error)
 
     def answer(self, requests: list[Request], tokens: list[int]):
-        """Give each request its next token; end those that are complete, or get none."""
+        """Give each request its next token, and finish the requests that are complete or have no valid
+        token."""
         for request, token in zip(requests, tokens):
             with self.contain(request):
-                if isinstance(token, Exception):                # none could be drawn
+                if isinstance(token, Exception):                # sampling failed
                     raise token
                 request.push(token)
                 if request.finish_reason:
                     self.finish(request)
 
     def finish(self, request: Request, error: Exception | None = None):
-        """End a request, wherever it is: `release` what it has, count it, and answer the client."""
+        """End a request with its Result, or with `error`: release its memory, count it, and send the outcome
+        to the client.
+
+        The request may be waiting, running, or not enqueued yet. A second call has no effect."""
         if request.outcome is not None:
             return
         if request in self.running:
@@ -292,14 +315,16 @@ class RequestQueue:
             self.counts["cancelled" if isinstance(error, ClientDisconnected) else "failed"] += 1
 
     def log_event(self, verb: str, requests: list[Request], rows: int = 0, blocks: int = 0, words: str = ""):
-        """--explain: print a line for what happens in a step."""
+        """Print one line about an event of this step, if --explain was given."""
         if self.explain:
             who = " ".join(f"#{request.id}" for request in requests)
             words = f"{verb:8} {who:16} {rows:5} rows {blocks:5} blocks  {words}"
             print(f"step {self.counts['steps']:4}  {words}", file=sys.stderr)
 
     def generate(self, requests: list[Request]) -> list[Request]:
-        """Submit, and step until all are answered. Raises what one of them ended with."""
+        """Submit requests and run steps until all have finished.
+
+        Returns: the requests. Raises the error of the first request that failed."""
         for request in requests:
             self.submit(request)
         for request in requests:
@@ -311,13 +336,13 @@ class RequestQueue:
         return requests
 
     def evict(self, name: str = "device") -> int:
-        """Evict all cached blocks of a pool -> how many."""
+        """Evict all cached blocks of the pool `name`. Returns: how many."""
         cached = list(self.pools[name].cached)
         self.pools[name].evict(cached)
         return len(cached)
 
     def counters(self) -> dict:
-        """Numbers for /health and the page."""
+        """-> the numbers that /health and the page show."""
         counts = dict(self.counts, waiting=len(self.waiting), running=len(self.running))
         for name, pool in self.pools.items():
             counts |= {f"{name}_blocks": pool.size, f"{name}_free": pool.free.count(1),

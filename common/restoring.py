@@ -1,38 +1,45 @@
-"""What drives a Cache: when a restoration begins, goes on, waits, fails and ends; for all chapters, once.
+"""The driver of a Cache: it starts, resumes and ends restorations, and handles their failures, for all
+chapters.
 
-`Restorer` stands in the place of chapter 02's `NoLowerTier`. The rule for each restoration that fails or is
-late: what was to come back is computed. (What raises before it has begun ends its request:
-`RequestQueue.contain`.)"""
+A `Restorer` takes the place of chapter 02's `NoLowerTier`. If a restoration fails or is late, the missing
+tokens are recomputed. An exception in `match`, before a restoration starts, fails its request alone
+(`RequestQueue.contain`)."""
 
 import time
+from collections.abc import Generator
 from dataclasses import dataclass, field
 
 import torch
 
 from common.cache import Cache, Match
-from common.link import TransferError
+from common.link import Transfer, TransferError
 from common.requests import Interrupted, Request, RequestQueue
 
-GRACE = 0.05  # seconds that a restoration may be late in any case: a busy host is no failure
+GRACE = 0.05  # seconds that a restoration may be late before it fails: a busy host delays copies, too
 
 
 @dataclass(eq=False)
 class Restoration:
-    """Tokens `start` to `end` of a request come back. Those from `limit` on are in its blocks, for the first
-    `layers` layers; those before are computed meanwhile, in ordinary steps of up to `portion` tokens.
+    """The restoration of tokens [start, end) of one request.
 
-    In chapters 03 to 05 `limit` is `start`: it has `met`, `portion` says nothing, and the rows behind `end`
-    are next at once, while a pass waits before each layer for that layer's history. Chapter 06 begins with
-    `limit` at `end`, and lowers it until both ends meet."""
+    The Cache restores tokens [limit, end): their K and V are in the request's blocks for the first `layers`
+    layers. The engine computes tokens [start, limit) in ordinary steps of up to `portion` tokens.
+
+    In chapters 03 to 05 and 09, `limit` is `start`: `ends_met` is True from the start, `portion` is unused,
+    and the next step computes the tokens after `end`. Before each layer, its forward pass waits until the
+    layer's K and V of the restored tokens have arrived.
+
+    In chapter 06, `limit` begins at `end`. The Cache lowers it as chunks arrive from the back, until it meets
+    the tokens that are computed from the front."""
 
     request: Request
     match: Match
-    deadline: float  # in seconds of time.perf_counter(): nobody waits longer
-    grace: float = GRACE  # seconds that each copy may take, also after the deadline
-    generator: object = None  # the Cache's generator, until it has ended
-    layers: int = 0  # whose history is there
-    awaited: object = None  # the Transfer that the generator yielded last, until that is over
-    completed: list = field(default_factory=list)  # the Transfers before
+    deadline: float  # time.perf_counter() after which an incomplete copy is late
+    grace: float = GRACE  # seconds that each copy gets after it was issued, even if the deadline has passed
+    generator: Generator | None = None  # of Cache.restore; None: it has ended
+    layers: int = 0  # layers whose K and V are restored
+    awaited: Transfer | None = None  # what the generator yielded last, until it is complete
+    completed: list[Transfer] = field(default_factory=list)  # the earlier ones
     portion: int = 0  # tokens before `limit` that the next step may compute
 
     def __post_init__(self):
@@ -41,12 +48,12 @@ class Restoration:
 
     @property
     def ends_met(self) -> bool:
-        """Whether all before `limit` is computed."""
+        """Whether all tokens before `limit` are computed."""
         return self.request.computed >= self.limit
 
     @property
     def computes(self) -> bool:
-        """Whether its request computes some of these tokens: no step waits for it then."""
+        """Whether the request computes some of these tokens itself. Then no step waits for its copies."""
         return not self.ends_met and self.portion > 0
 
     @property
@@ -56,31 +63,36 @@ class Restoration:
 
     @property
     def compute_end(self) -> int:
-        """The token up to which the next step may compute."""
+        """The token before which the next step must stop."""
         return len(self.request.tokens) if self.ends_met else min(self.limit, self.next + self.portion)
 
     def has_layers(self, layers: int) -> bool:
-        """Whether the next rows have all the history that they need in so many layers."""
+        """Whether the next tokens can pass the first `layers` layers, because the K and V that they attend to
+        are restored."""
         return self.ends_met and self.layers >= layers
 
     @property
     def is_complete(self) -> bool:
-        """Whether all tokens up to `end` are in the blocks."""
+        """Whether the K and V of all tokens before `end` are in the blocks, in all layers."""
         return self.request.computed >= self.end
 
 
 class Restorer:
-    """A Cache behind the device. It calls the engine's register, requeue, contain, interrupt, sleep, tell."""
+    """The engine's lower tier: a Cache, and the rules for its restorations.
 
-    def __init__(self, cache: Cache, estimates: object):
-        """`estimates`: of what pays (common/estimates.py)."""
+    The engine calls the methods below in the order of a step. The Restorer calls the engine's `register`,
+    `requeue`, `contain`, `interrupt`, `sleep` and `log_event`."""
+
+    def __init__(self, cache: Cache, estimates: "Estimates"):  # noqa: F821
+        """`estimates`: predicts the seconds of loading and of computing (common/estimates.py)."""
         self.cache, self.estimates = cache, estimates
-        self.waited = []  # (start, end) marks of what the pass under way has waited for
+        self.waited = []  # (start, end) clock marks of the current pass's waits
         self.threads = torch.get_num_threads()
 
     # What the engine calls, in the order of a step
 
     def attach(self, engine: RequestQueue):
+        """Attach the Cache to the engine. Called once, by the engine's constructor."""
         self.engine, self.depth = engine, len(engine.model.layers)
         self.estimates.attach(engine, self.cache)
         self.cache.attach(engine)
@@ -90,10 +102,11 @@ class Restorer:
 
     @property
     def busy(self) -> bool:
+        """Whether a transfer is in flight, even if no request waits for it."""
         return any(self.cache.in_flight.values())
 
     def submitted(self, request: Request):
-        """The request stands in line, maybe again: have the Cache bring nearer what it needs."""
+        """Let the Cache start a prefetch. Called when a request is queued or re-queued."""
         if not request.readmitted:
             request.wait_deadline = request.received + self.estimates.max_wait(len(request.tokens))
         if not request.must_compute:
@@ -101,28 +114,38 @@ class Restorer:
                 self.cache.submitted(request)
 
     def poll(self):
+        """Release the blocks of completed transfers. Called at the start of each step."""
         self.cache.poll()
 
     def waits(self, request: Request) -> bool:
-        """-> whether something comes nearer that it waits for, while it is patient."""
+        """Return True to keep the request queued while its tokens are prefetched.
+
+        Called at admission. After the request's `wait_deadline` the answer is always False."""
         waits = not request.must_compute and self.cache.waits(request)
         return waits and time.perf_counter() < request.wait_deadline
 
     def start_restoration(self, request: Request):
-        """Begin to bring back what the Cache has, if that pays: the first copies are issued here."""
+        """Start to restore what the Cache offers, if that is faster than computing. The Cache issues its
+        first copies here.
+
+        Called after admission, once the request has its blocks, and again after each complete restoration."""
         match = None if request.must_compute else self.cache.match(request)
         if match and (most := self.decide(request, match)):
             grace = 0.0 if match.trial else GRACE
             deadline = time.perf_counter() + (most if match.trial else max(most, match.seconds + GRACE))
             request.restoration = restoration = Restoration(request, match, deadline, grace)
-            restoration.generator = self.cache.restore(request, restoration, match)  # which runs nothing yet
+            restoration.generator = self.cache.restore(request, restoration, match)  # it runs in `advance`
             self.advance(request, 1, wait=False)
 
-    def resume_restorations(self, running: list) -> list:
-        """Between two steps: go on with all restorations, oldest first; together they compute no more rows
-        than a step. -> the requests that the step may compute: those that need not wait. If all must, the
-        oldest computes behind its history, layer by layer."""
-        left = self.engine.token_budget * self.depth  # rows of a layer
+    def resume_restorations(self, running: list[Request]) -> list[Request]:
+        """Resume all restorations, oldest first. Called between two forward passes.
+
+        Restorations that project or compute (04, 05) may together use as much work as one step's token
+        budget.
+
+        Returns: the requests that the next step may compute: all that need not wait. If every request must
+        wait, the oldest one alone: its forward pass then waits layer by layer."""
+        left = self.engine.token_budget * self.depth  # layer rows: one token in one layer each
         for request in list(running):
             with self.engine.contain(request):
                 if request.restoration:
@@ -130,26 +153,32 @@ class Restorer:
         return [one for one in running if self.ready(one.restoration)] or running[:1]
 
     def ready(self, restoration: Restoration | None) -> bool:
-        """-> whether a step can compute the next rows without waiting."""
+        """-> whether a step can compute the request's next tokens without waiting for a copy."""
         return restoration is None or restoration.has_layers(self.depth) or restoration.computes
 
     def resume_restoration(self, request: Request, left: int) -> int:
-        """Go on with a restoration as far as `left` rows allow -> rows that it has computed."""
+        """Resume one restoration, as far as `left` layer rows allow. Complete it if all its tokens are
+        restored.
+
+        A layer row is one token in one layer. Returns: how many layer rows it has projected or computed."""
         restoration, layers = request.restoration, self.depth
         before, rows = restoration.layers, restoration.match.rows
-        if rows:  # it projects (04) or computes (05); a copy takes no processor
-            oldest = left == self.engine.token_budget * self.depth  # which always makes progress
+        if rows:  # it projects (04) or computes (05); copies alone (03) cost no rows
+            oldest = left == self.engine.token_budget * self.depth  # the oldest always gets at least a layer
             layers = min(layers, before + max(left // rows, int(oldest)))
         self.advance(request, layers, wait=False)
         if request.restoration and restoration.is_complete:
             self.end_restoration(request)
             self.engine.register(request)
-            self.start_restoration(request)  # what follows may be elsewhere, or saved since
+            self.start_restoration(request)  # later tokens may be in another tier, or saved by now
         return (restoration.layers - before) * rows
 
-    def before_layer(self, index: int, hidden: torch.Tensor, batch: object):
-        """In the pass: wait for this layer's history, and show the Cache the layer's input [T, D]. Raises
-        Interrupted if other rows are next by now, or if a request has come that can compute meanwhile."""
+    def before_layer(self, index: int, hidden: torch.Tensor, batch: "Batch"):  # noqa: F821
+        """Wait until the K and V that layer `index` reads are restored, then show its input `hidden` [T, D]
+        to the Cache. Called in the forward pass, before each layer.
+
+        Raises Interrupted if a request's next tokens have changed, if it was re-queued, or if a request
+        arrives. The engine then runs the step again."""
         if index == 0:
             self.waited = []
             torch.set_num_threads(max(1, self.threads - self.leaves_a_core(batch)))
@@ -165,36 +194,44 @@ class Restorer:
             raise
         self.cache.save_layer(index, hidden, batch)
 
-    def leaves_a_core(self, batch: object) -> bool:
-        """-> whether a core is left to the thread that copies: in a pass that waits for copies alone, and has
-        few rows beside the tokens that come back. PyTorch's threads spin after each product, and a product of
-        all cores would wait until the copying thread leaves one."""
+    def leaves_a_core(self, batch: "Batch") -> bool:  # noqa: F821
+        """Return whether the pass must leave one core to the thread that copies.
+
+        True if the pass waits for copies only, and computes few rows compared with the tokens that are
+        restored. PyTorch's threads spin after each product. If a product used all cores, it would wait until
+        the copying thread gives its core back."""
         matches = [request.restoration.match for request, _ in batch.work if request.restoration]
         rows = sum(count for _, count in batch.work)
         return any(not match.rows and 8 * rows <= match.tokens for match in matches)
 
-    def after_pass(self, batch: object, began: float, ended: float) -> list[tuple[float, float]]:
-        """Let the Cache keep what a pass has computed -> the spans in which it waited."""
+    def after_pass(self, batch: "Batch", began: float, ended: float) -> list[tuple]:  # noqa: F821
+        """Let the Cache keep what the forward pass has computed, and learn from its duration. Called after
+        each pass, with its begin and end in seconds.
+
+        Returns: (start, end) of each span in which the pass waited."""
         torch.set_num_threads(self.threads)
         waited = [tuple(map(self.engine.clock.seconds, marks)) for marks in self.waited]
         self.estimates.learn(batch.work, ended - began - sum(end - start for start, end in waited))
-        with self.engine.contain():  # what could not be kept is computed again
+        with self.engine.contain():  # tokens that could not be saved are recomputed later
             self.cache.save(batch)
         return waited
 
     def finished(self, request: Request):
+        """Forget a request. Called when it finishes, fails, is cancelled or is preempted."""
         if request.restoration:
             self.end_restoration(request)
         self.cache.finished(request)
 
     def close(self):
+        """Close the Cache. Called once, when the engine closes."""
         self.cache.close()
 
-    # What these are written with
+    # Helpers
 
     def decide(self, request: Request, match: Match) -> float:
-        """Decide whether to load what was offered, and have the request say why -> the seconds that it may
-        take, or 0."""
+        """Decide whether to load the match, and append the reason to `request.decisions`.
+
+        Returns: the seconds that loading may take, or 0.0 to compute the tokens."""
         most, words = self.estimates.load_or_compute(request, match)
         request.decisions.append(words)
         self.engine.log_event("restore", [request], match.tokens, words=words)
@@ -202,22 +239,25 @@ class Restorer:
         return most
 
     def advance(self, request: Request, layers: int, wait: bool):
-        """Run the Cache's generator until so many layers are there, or until it awaits a copy that has not
-        arrived. In a pass (`wait`) wait for that copy, unless the request computes meanwhile.
+        """Run the Cache's generator until `layers` layers are restored, or until it yields a copy that has
+        not arrived.
 
-        If anything raises (a copy that failed or is late, a Cache that ends early), the rest is computed.
-        Raises Interrupted, in a pass, if a request comes."""
+        `wait`: True in a forward pass, which waits for that copy, unless the request computes its own tokens.
+        Otherwise the generator is resumed in a later step.
+
+        If the generator raises, or a copy fails or is late, the restoration ends and its tokens are
+        recomputed. Raises Interrupted in a forward pass if a request arrives or is cancelled."""
         restoration = request.restoration
         try:
             while restoration.generator and not restoration.has_layers(layers):
                 if restoration.awaited and not self.arrived(restoration, wait):
                     break
                 restoration.awaited = next(restoration.generator, restoration)
-                if restoration.awaited is restoration:  # the generator has ended
+                if restoration.awaited is restoration:  # the generator has returned
                     restoration.generator = restoration.awaited = None
                     if restoration.layers < self.depth:
-                        raise TransferError("the cache gave up")
-                elif restoration.awaited is None:  # it has computed a portion: others may be next
+                        raise TransferError("the cache ended early")
+                elif restoration.awaited is None:  # it has done a portion of work: let other requests run
                     if not wait or restoration.computes:
                         break
                     self.engine.interrupt()
@@ -226,12 +266,15 @@ class Restorer:
         except Exception as error:
             self.give_up(restoration, error)
         finally:
-            if restoration.has_layers(self.depth):  # over what has arrived
+            if restoration.has_layers(self.depth):  # skip the restored tokens
                 request.computed = restoration.next
 
     def arrived(self, restoration: Restoration, wait: bool) -> bool:
-        """-> whether the awaited copy is over; in a pass (`wait`) order it before what is computed next (on a
-        GPU), or wait on the host until it is. Raises TransferError if it has failed or is late."""
+        """Return whether the generator can continue: the awaited copy is complete, or (on a GPU) ordered
+        before the work that is queued next.
+
+        `wait`: True in a forward pass. Then the GPU's stream waits for the copy, or without a GPU the host
+        does. Raises TransferError if the copy has failed or is late."""
         engine, transfer, began = self.engine, restoration.awaited, self.engine.clock.mark()
         if not transfer.ready:
             if restoration.computes:
@@ -250,8 +293,11 @@ class Restorer:
         return True
 
     def give_up(self, restoration: Restoration, error: Exception):
-        """Requeue the request, to be computed in other blocks: a copy that failed or is late may still write
-        to these, which are free when it is over. What has come stays if all its layers are there (06)."""
+        """End a restoration that failed, and have its missing tokens recomputed.
+
+        The request returns to the queue and gets other blocks, because a late copy may still write to its old
+        ones. Those become free when their copies complete. If all layers of the arrived tokens are restored
+        (06), the request keeps its blocks and continues."""
         request = restoration.request
         self.stop(restoration)
         request.decisions.append(f"{error}: computed")
@@ -261,20 +307,21 @@ class Restorer:
             self.engine.requeue(request)
 
     def end_restoration(self, request: Request):
-        """Take the restoration from the request, however it ended. The Cache holds what is under way."""
+        """Remove the restoration from its request, and count the restored tokens. Blocks stay referenced
+        until their copies complete (`Cache.hold`)."""
         restoration, request.restoration = request.restoration, None
         self.stop(restoration)
-        restored = restoration.end - restoration.limit  # of these tokens those that were not computed
+        restored = restoration.end - restoration.limit  # the others were computed
         if restoration.is_complete and restored:
             self.engine.counts["restored_tokens"] += restored
-            if not request.readmitted:  # which had some of it itself
+            if not request.readmitted:  # it would count its own earlier work as a hit
                 for source, tokens in restoration.match.found.items():
                     request.found[source] = request.found.get(source, 0) + min(tokens, restored)
         for transfer in restoration.completed:
             request.timeline.add(transfer.lane, transfer.label, *transfer.span())
 
     def stop(self, restoration: Restoration):
-        """End the generator."""
+        """Close the generator, if it has not ended."""
         if restoration.generator:
             restoration.generator.close()
             restoration.generator = None

@@ -1,30 +1,37 @@
-"""Draw the next token of each request in a step.
+"""Sample the next token of each request in a step.
 
-The tokens are the leaves of a tree, in the order of their ids; each node has RUN children. A draw descends
-from the root: at each level one random number of the request chooses a child by the children's shares.
-(A single number would be compared with the sum of all tokens before. Batched products round differently,
-which changes that sum: of 49,152 tokens in float32, a draw in 500 was another one beside other requests.)"""
+The tokens are the leaves of a tree, in the order of their ids, and each node has RUN children. A draw starts
+at the root. At each level, one random number of the request selects a child, in proportion to the children's
+probabilities.
+
+Why not one random number for the whole vocabulary? It would be compared with the sum of all earlier tokens'
+probabilities. That sum depends on the batch, because batched products round differently. With 49,152 tokens
+in float32, one draw in 500 differed when other requests were in the batch."""
 import torch
 import torch.nn.functional as F
 
-RUN = 16           # children of a node
-LEVELS = 6         # random numbers for a token: enough for RUN ** LEVELS tokens
-WINDOW = 128       # likeliest tokens that are sorted: most draws need no more
+RUN = 16           # children per node
+LEVELS = 6         # random numbers per token: enough for RUN ** LEVELS tokens
+WINDOW = 128       # sort only the 128 likeliest tokens: most draws need no more
 
 
 def likeliest(logits) -> list[int]:
-    """logits [R, V] -> the likeliest token of each row, the first of several; -1 where one is NaN or infinite
-    (minus infinity is a token that cannot follow). Wait for a GPU once."""
+    """Return the likeliest token of each row of logits [R, V], or the lowest id of equally likely ones.
+
+    The result is -1 if the largest logit is NaN or infinite. (Minus infinity elsewhere marks a token that
+    cannot follow.) On a GPU, this waits for the device once."""
     at = logits.argmax(-1) if logits.is_cuda else torch.from_numpy(logits.float().numpy().argmax(-1))   # [R]
     return at.where(logits.gather(1, at[:, None])[:, 0].isfinite(), -1).tolist()
 
 
 def sample(requests: list, logits, tokens: list[int]) -> list[int | Exception]:
-    """Replace the likeliest token of a row by a drawn one where the row's request has a temperature.
+    """Replace a row's likeliest token by a sampled one, if the row's request has a temperature.
 
-    `tokens` are the likeliest tokens of logits [R, V]. top_k keeps the k likeliest tokens. top_p then keeps
-    as few of the likeliest as reach that part of their sum. Among equally likely ones the lowest ids stay.
-    Returns: a token per row, or the exception that ends its request."""
+    `tokens`: the likeliest token of each row of logits [R, V]. top_k keeps the k likeliest tokens. top_p then
+    keeps the fewest of these that reach its share of their sum. Of equally likely tokens the lowest ids are
+    kept.
+
+    Returns: for each row a token, or the exception that ends its request."""
     tokens, size, ways = list(tokens), logits.shape[1], {draw: {}, draw_among_likeliest: {}}
     for row, request in enumerate(requests):
         if request.temperature and tokens[row] >= 0:
@@ -46,7 +53,9 @@ def sample(requests: list, logits, tokens: list[int]) -> list[int | Exception]:
 
 
 def draw(shares, u, *_):
-    """Draw a token from each row of shares [B, V] with the numbers u [B, LEVELS] in (0, 1] -> [B]."""
+    """Draw a token from each row of the probabilities `shares` [B, V] -> [B].
+
+    `u` [B, LEVELS]: random numbers above 0 and up to 1."""
     levels = []
     while not levels or levels[-1].shape[1] > 1:        # from the leaves to the root
         levels.append(F.pad(shares, (0, -shares.shape[1] % RUN)).unflatten(1, (-1, RUN)))       # [B, N, RUN]
@@ -59,17 +68,19 @@ def draw(shares, u, *_):
 
 
 def draw_among_likeliest(shares, u, top_k, top_p):
-    """Draw only from tokens that top_k and top_p [B, 1] keep. If the WINDOW likeliest are more than these,
-    sort the window, and draw with one number; in other rows `keep` searches all tokens, and `draw` draws."""
+    """Draw from the tokens that top_k [B, 1] and top_p [B, 1] keep -> [B].
+
+    Most rows keep fewer tokens than the WINDOW likeliest ones. For these, sort the window and draw with one
+    random number. For each other row, `keep` searches the whole vocabulary, and `draw` draws."""
     count = min(WINDOW, shares.shape[1])
     ids = shares.topk(count, sorted=False).indices.sort(-1).values                      # [B, WINDOW]
     window, order = shares.gather(1, ids).sort(dim=-1, descending=True, stable=True)    # equal ones by id
     upto, last = window.cumsum(-1, dtype=torch.double), top_k.long().clamp(max=count) - 1
     totals = shares.sum(-1, True, dtype=torch.double).where(top_k == shares.shape[1], torch.inf)    # [B, 1]
-    totals = upto.gather(1, last).where(top_k <= count, totals)     # infinite: not known from the window
+    totals = upto.gather(1, last).where(top_k <= count, totals)     # infinite: unknown
     last = last.minimum(torch.searchsorted(upto, top_p * totals))                       # [B, 1]: a rank
     kept = window.where(torch.arange(count, device=ids.device) <= last, 0)
-    upto = torch.zeros_like(upto).scatter_(1, order, kept.double()).cumsum(-1)          # in the order of ids
+    upto = torch.zeros_like(upto).scatter_(1, order, kept.double()).cumsum(-1)          # by id
     tokens = ids.gather(1, torch.searchsorted(upto, u[:, :1] * upto[:, -1:]))[:, 0]
     for row in (window.gather(1, last) == window[:, -1:])[:, 0].nonzero()[:, 0].tolist():
         kept = shares[row]
@@ -81,16 +92,20 @@ def draw_among_likeliest(shares, u, top_k, top_p):
 
 
 def keep(shares, goal, measure):
-    """Keep the fewest shares [V], the largest first, whose `measure`s sum to goal [1]; the others become 0.
-    A radix select: sum by ten bits of the shares at a time, the highest bits first. Nothing is sorted."""
+    """Keep the fewest of `shares` [V], the largest first, until their weights add up to `goal` [1]. Set the
+    others to 0.
+
+    `measure(shares)`: the weights [V], which are 1 for top_k and the shares themselves for top_p. This is a
+    radix select. It adds up weights by ten bits of the shares at a time, the highest bits first, and sorts
+    nothing."""
     bits, weights = shares.view(torch.int32), measure(shares).double()
-    at = torch.arange(len(shares), device=shares.device)        # where the least kept share may be
+    at = torch.arange(len(shares), device=shares.device)        # candidates for the smallest kept share
     for shift in 20, 10, 0:
         digits = 1023 - (bits[at] >> shift & 1023).long()       # 0 for the largest shares
         upto = F.pad(weights.new_zeros(1024).scatter_add_(0, digits, weights[at]).cumsum(0), (1, 0))
-        found = torch.searchsorted(upto, goal.minimum(upto[-1:])) - 1   # digits of the least kept share
+        found = torch.searchsorted(upto, goal.minimum(upto[-1:])) - 1   # digits of the smallest kept share
         goal, at = goal - upto[found], at[digits == found]
     kept = shares.where(shares > shares[at[0]], 0)
-    first = at[weights[at].cumsum(0) - weights[at] < goal]      # of equal ones
+    first = at[weights[at].cumsum(0) - weights[at] < goal]      # of equal shares
     kept[first] = shares[first]
     return kept

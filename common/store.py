@@ -1,5 +1,7 @@
-"""Values under keys, which many engines may share. `Storage` keeps them behind a back end: files, Redis, or a
-class of your own. `StoredChunks` keeps a block (04, 05) or 64 tokens (06) under a key, a value a part."""
+"""Key-value storage that several engines may share.
+
+`Storage` stores values in a back end: files, Redis, or a class of your own. `StoredChunks` stores a block
+(04, 05) or 64 tokens (06) under a key, one value for each part."""
 
 import hashlib
 import zlib
@@ -12,19 +14,20 @@ import numpy
 
 from common.link import Speed, Transfer, Worker
 
-BACKLOG = 256  # jobs that wait for a storage's writer; further ones are not kept there
+BACKLOG = 256  # jobs: if more wait for a storage's writer, it gets no further ones
 
 # 1. Chunks -------------------------------------------------------------------------------------
 
 class Stored(NamedTuple):
-    """Where a block (04, 05) or a chunk (06) is: keys of its parts."""
+    """Where a block (04, 05) or a chunk (06) is stored: the storage, and the keys of its parts."""
 
     storage: "Storage"
     keys: list[bytes]
 
 
 class StoredChunks:
-    """Blocks or chunks in Storages, each of which knows what it has without asking its back end."""
+    """Blocks or chunks that are spread over several Storages. Each Storage knows its keys without asking its
+    back end."""
 
     def __init__(self, *storages: "Storage"):
         self.storages, self.turn = storages, cycle(storages)  # round-robin
@@ -41,7 +44,9 @@ class StoredChunks:
         return next((Stored(storage, keys) for storage in self.storages if storage.has(keys)), None)
 
     def read(self, chunks: list[Stored], into: list[numpy.ndarray], part=0, label="") -> list[Transfer]:
-        """Read a part of each, in the background, the storages in parallel -> a Transfer each."""
+        """Read one part of each chunk in the background, from all storages in parallel.
+
+        `into`: one array for each chunk. Returns: one Transfer per storage."""
         reads = {}  # storage -> keys, places
         for chunk, array in zip(chunks, into, strict=True):
             keys, arrays = reads.setdefault(chunk.storage, ([], []))
@@ -50,28 +55,30 @@ class StoredChunks:
         return [storage.get(*read, label or f"part {part}") for storage, read in reads.items()]
 
     def write(self, key: bytes, parts: list[numpy.ndarray]) -> Transfer | None:
-        """Keep a chunk, in the background -> a Transfer; None if it is there, or all storages fall behind."""
+        """Write a chunk in the background.
+
+        Returns: a Transfer; None if the chunk is stored already, or if all storages are backlogged."""
         if not self.find(key, len(parts)):
             free = [storage for storage in (next(self.turn), *self.storages) if not storage.is_backlogged]
             return free[0].set(self.keys(key, len(parts)), parts) if free else None
 
     def use(self, keys: list[bytes], parts: int = 1):
-        """Use a chain, as far as it is there: its end is deleted first."""
+        """Mark the stored keys of a chain as used. Its last block will be deleted first."""
         for storage in self.storages:
             storage.use([part for key in keys for part in self.keys(key, parts)])
 
     def seconds(self, chunks: list[Stored], size: int) -> float:
-        """Estimate until all, of `size` bytes each, have been read."""
+        """-> estimated seconds to read these chunks, of `size` bytes each."""
         counts = Counter(chunk.storage for chunk in chunks)
         return max((storage.seconds(count * size) for storage, count in counts.items()), default=0.0)
 
     def speed(self) -> float:
-        """Bytes per second, of all together."""
+        """-> bytes per second, of all storages together."""
         return sum(storage.speed() for storage in self.storages)
 
     @property
     def errors(self) -> int:
-        """Reads, writes and questions that failed, of all together."""
+        """Failed reads, writes and lookups, of all storages together."""
         return sum(storage.errors for storage in self.storages)
 
     def close(self):
@@ -85,67 +92,75 @@ class StoredChunks:
 # 2. Storage ------------------------------------------------------------------------------------
 
 class Storage:
-    """Values under keys, behind a back end that many engines may share: one thread asks what is there, one
-    reads, one writes, and nobody else waits. A back end is any object with three verbs, which may raise
-    anything:
+    """Values under keys, in a back end that several engines may share.
+
+    One thread looks up keys, one reads, and one writes, so that no other thread waits for the back end. A
+    back end is any object with three methods, which may raise any exception:
 
         exists(keys) -> list of bool        keys: strings of 64 hexadecimal digits
         get(keys) -> list of bytes or None
-        set(keys, values)                   each whole or not at all
+        set(keys, values)                   stores each value completely or not at all
 
-    `exists` also uses what is there, the last key first: of a chain the end is to be deleted first. A back
-    end need not check what it reads: a value begins with a checksum over key and contents. For `has` it needs
-    an `index`, the keys that are there as far as it knows.
+    `exists` must also mark the keys as used, the last key first, so that the last block of a chain is deleted
+    first. A back end need not verify values: each begins with a checksum of its key and contents. Only `has`
+    needs another attribute, `index`: the keys that it has, from its own records.
 
-    Its answers are believed until a read fails: then that read's missing and damaged keys are doubted until
-    they are written again. While it does not answer (`silent`) nobody waits for it."""
+    If a read fails, its missing and damaged keys are doubted until they are written again. While the storage
+    is `silent`, no request may wait for it."""
 
     def __init__(self, backend, name: str = "storage", bandwidth=None):
-        """`bandwidth`: model reading that is slower than it is (shell/modelled_link.py)."""
+        """`backend`: see above. `bandwidth`: of modelled storage that is slower than the back end
+        (shell/modelled_link.py)."""
         self.backend, self.name, self.bandwidth, self.errors = backend, name, bandwidth, 0
-        self.doubted: set[bytes] = set()  # keys whose last read failed: not read again until they are written
-        self.failing: set[str] = set()  # verbs that raised the last time
+        self.doubted: set[bytes] = set()  # keys whose latest read failed, until they are written again
+        self.failing: set[str] = set()  # names of the methods whose latest call raised
 
     def open(self, wake):
         self.reader, self.writer = Worker("storage", wake), Worker("save", wake, background=True)
-        self.asker = Worker("ask", wake)  # an answer stands behind no long reads
+        self.asker = Worker("ask", wake)  # lookups do not wait for long reads
 
     def exists(self, keys: list[bytes]) -> Transfer:
-        """Use values -> a Transfer whose value says of each key whether it is there, and can be read."""
+        """Look up keys, and mark them as used.
+
+        Returns: a Transfer whose value has a bool for each key: whether it can be read."""
         return self.asker.submit("exists", 0, self.track_errors, self.look_up, keys)
 
     def use(self, keys: list[bytes]):
-        """Use values, behind the writes that are queued."""
+        """Mark keys as used, after the writes that are queued."""
         if keys and not self.is_backlogged:
             self.writer.submit("use", 0, self.track_errors, self.look_up, keys)
 
     def has(self, keys: list[bytes]) -> bool:
-        """Whether all are there, as far as is known here, and can be read now."""
+        """-> whether all keys are stored, as far as `index` knows, and can be read now."""
         known = self.backend.index
         return not self.reader.hangs and all(key.hex() in known and key not in self.doubted for key in keys)
 
     def get(self, keys: list[bytes], into: list[numpy.ndarray], label: str = "") -> Transfer:
-        """Read values. What is written to `into` is right, or the Transfer has failed."""
+        """Read values into arrays. Returns: a Transfer, which fails if any value is missing or damaged."""
         size, model = sum(array.nbytes for array in into), self.bandwidth and self.bandwidth.of(into)
         return self.reader.submit(label, size, self.track_errors, self.read, keys, into, model=model)
 
     def set(self, keys: list[bytes], values: list[numpy.ndarray]) -> Transfer:
-        """Write the values not there yet -> a Transfer whose value is how many; what fails is doubted."""
+        """Write the values that are not stored yet.
+
+        Returns: a Transfer whose value is the number of values written. Keys whose write fails are
+        doubted."""
         size = sum(value.nbytes for value in values)
         return self.writer.submit("write", size, self.track_errors, self.write, keys, values)
 
     @property
     def silent(self) -> bool:
-        """Whether it hangs, or the last answer or read was an error."""
+        """Whether it hangs, or the latest lookup or read raised an error."""
         return bool(self.failing - {"write"}) or self.reader.hangs or self.asker.hangs
 
     @property
     def is_backlogged(self) -> bool:
-        """Whether writing hangs, or too much waits for it."""
+        """Whether writing hangs, or too many jobs wait for the writer."""
         return self.writer.hangs or self.writer.jobs.qsize() >= BACKLOG
 
     def measure(self, size: int) -> Transfer:
-        """Read so many bytes of nobody's, to know how fast that is."""
+        """Measure the read bandwidth with a throwaway value of `size` bytes. Returns: the Transfer of the
+        read."""
         key, contents = hashlib.sha256(b"measure %d" % size).digest(), numpy.arange(size).astype(numpy.uint8)
         self.reader.submit("measure", 0, self.track_errors, self.write, [key], [contents])
         self.reader.measured.forget()
@@ -153,24 +168,25 @@ class Storage:
 
     @property
     def measured(self) -> Speed:
-        """Of the last reads."""
+        """The speed of the latest reads."""
         self.reader.reap_completed()
         return self.reader.measured
 
     def speed(self) -> float:
-        """Bytes per second; until something has been read what the model says, or a guess."""
+        """-> bytes per second. Before the first read, the modelled bandwidth or a guess."""
         if self.measured.samples:
             return self.measured.value
         return self.bandwidth.value if self.bandwidth else 1e9
 
     def seconds(self, size: int) -> float:
-        """Estimate until `size` bytes have been read, behind what is queued; 0 while that is not known."""
+        """Estimate the seconds until `size` bytes would be read, after all queued reads. 0 before the first
+        read."""
         return self.measured.seconds(self.reader.reap_completed() + size)
 
-    # On the threads
+    # On the workers' threads
 
     def track_errors(self, function, *arguments):
-        """Call the function, and note whether it raises."""
+        """Call `function` on a worker's thread, and record whether it raises."""
         try:
             value = function(*arguments)
             self.failing.discard(function.__name__)
@@ -207,7 +223,7 @@ class Storage:
         failed = set()
         try:
             self.backend.set([*absent], [*absent.values()])
-        except Exception:  # of some keys: the others are there
+        except Exception:  # some keys may be stored all the same
             self.errors += 1
             there = self.backend.exists([*absent])
             failed = {bytes.fromhex(key) for key, known in zip(absent, there) if not known}
@@ -226,7 +242,7 @@ class Storage:
 
 
 class Damaged(Exception):
-    """Storage has answered, and a value is missing or not what was written."""
+    """A stored value is missing or damaged."""
 
 
 def checksum(key: bytes, contents) -> bytes:

@@ -1,38 +1,42 @@
-"""What the lanes did when: spans of a request. On a GPU a point in time is a CUDA event."""
+"""When each lane was busy: the spans of a request. On a GPU, a point in time is a CUDA event."""
 import time
 from typing import NamedTuple
 
 import torch
 
-FRESH = 10.0    # seconds for which a pair of times holds: clocks drift, and float32 milliseconds are coarse
+FRESH = 10.0    # seconds until the clocks are paired again: they drift, and float32 milliseconds are coarse
 
 
 class Clock:
-    """Mark points in time where a device computes or copies, in seconds of time.perf_counter()."""
+    """A clock that marks points in the work of a device, and converts them to seconds of
+    time.perf_counter()."""
 
     def __init__(self, device: torch.device | str):
         self.device = torch.device(device)
         if self.device.type == "cuda":
-            self.stream = torch.cuda.Stream(priority=-1)    # not one of the copies': nothing else is queued
+            self.stream = torch.cuda.Stream(priority=-1)    # its own stream: nothing else is queued there
             self.pair()
 
     def pair(self):
-        """Take the time of both clocks."""
+        """Read the device's clock and the host's clock at the same moment."""
         self.base = torch.cuda.Event(enable_timing=True)
         self.base.record(self.stream)
         self.base.synchronize()
         self.base_seconds = time.perf_counter()
 
     def mark(self):
-        """Now, on the host; on a GPU when the current stream gets here."""
+        """Mark the current point in time, or on a GPU the point that the current stream's queue has reached.
+
+        Returns: a number, or a CUDA event on a GPU. Pass it to `seconds`."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds(self, mark: object) -> float:
-        """Wait on the host until the point has passed; return its seconds."""
+    def seconds(self, mark: float | torch.cuda.Event) -> float:
+        """Wait on the host until the device has reached a mark. Returns: its time in seconds of
+        time.perf_counter()."""
         if self.device.type != "cuda":
             return mark
         mark.synchronize()
@@ -42,6 +46,7 @@ class Clock:
 
 
 class Span(NamedTuple):
+    """One piece of work on a lane."""
     lane: str
     label: str
     start: float                   # seconds since the timeline began
@@ -49,18 +54,23 @@ class Span(NamedTuple):
 
 
 class Timeline:
+    """The spans of one request, and its plan (05, 06)."""
     def __init__(self):
         self.began = time.perf_counter()
         self.spans: list[Span] = []
         self.plan: dict | None = None       # {"title", "rows": [[label, letters]], "legend": {letter: words}}
 
     def add(self, lane: str, label: str, start: float, end: float, idle: tuple = ()):
-        """Add a span of time.perf_counter(), without the (start, end) in `idle` and what came before."""
+        """Add a span. Times are time.perf_counter().
+
+        `idle`: (start, end) pairs that are cut out of the span. The part before the timeline began is cut
+        off."""
         for stop, resume in (*idle, (end, end)):
             if stop >= self.began:
                 self.spans.append(Span(lane, label, max(0.0, start - self.began), stop - self.began))
             start = resume
 
     def as_json(self) -> list[dict]:
+        """-> one dict per span, with times in milliseconds."""
         return [dict(lane=span.lane, label=span.label, start_ms=round(span.start * 1e3, 3),
                      end_ms=round(span.end * 1e3, 3)) for span in list(self.spans)]

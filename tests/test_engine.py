@@ -131,7 +131,7 @@ def test_rows_of_compute_are_bounded_by_the_budget_of_a_step():
 # 4. Failures -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("options, words", [
-    (dict(broken=lambda: None), "gave up: computed"), (dict(broken=lambda: 1 / 0), "by zero: computed"),
+    (dict(broken=lambda: None), "ended early: computed"), (dict(broken=lambda: 1 / 0), "by zero: computed"),
     (dict(deliver=lambda transfer: None), "layer 0 is late: computed")])  # fmt: skip
 def test_a_generator_that_ends_too_early_and_a_copy_that_never_comes_cost_time_only(options, words):
     request = again(make(RowCache(**options), always_restore=False), PROMPT)
@@ -209,7 +209,7 @@ def test_what_fails_in_work_for_one_request_ends_that_one_at_most(broken):
     submit(engine, request, other)
     engines.until_over(engine, request, other)
     assert ORACLE.judge(other) == "equal" and engine.counts["failed"] == (broken != "save")
-    words = "This answer could not go on (" + ("TypeError: " if broken == "draw" else "ZeroDivisionError: division by zero); ask again.")
+    words = "This request failed (" + ("TypeError: " if broken == "draw" else "ZeroDivisionError: division by zero); ask again.")
     assert str(request.outcome).startswith(words) or broken == "save" and ORACLE.judge(request) == "equal"
     check_pools(engine)
 
