@@ -433,7 +433,7 @@ def add_arguments(parser):
 def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     """Chapter 02's engine with a Cache that is the same on all ranks. Collective."""
     config, size = model.config, arguments.block_size
-    whole, keep = getattr(model, "division", None), keep or arguments.keep
+    whole, keep = getattr(model, "sharding", None), keep or arguments.keep
     ranks = whole.ranks if whole else Ranks()
     if arguments.storage and keep != "kv":
         raise checkpoint.ModelError("--storage has pages of K and V; add --keep kv, or leave it out.")
