@@ -213,5 +213,5 @@ def test_a_wrong_plan_is_one_sentence(capsys):
         with pytest.raises(SystemExit):
             parser.parse_args(["--plan", plan])
         assert "is not best, paper, or letters: R, H, K in this order" in capsys.readouterr().err
-    with pytest.raises(BadRequest, match="--plan has 4 letters, and this model 3 layers; give it one for each."):
+    with pytest.raises(BadRequest, match="--plan has 4 letters, but this model has 3 layers; give one letter for each layer."):
         planned.make_engine(engines.tiny_model(), parser.parse_args(["--plan", "RHHK"]))
