@@ -202,8 +202,8 @@ class PlannedCache(hidden_states.HiddenCache):
     # Planning
 
     def choose_plan(self) -> str:
-        """Return the plan that `--plan` spells out. Without one, return the plan whose blocks storage holds; if
-        storage holds blocks of several plans, the fastest one; if it holds none, make a plan."""
+        """Return the plan that `--plan` spells out. Without one, return the plan whose blocks storage holds:
+        the fastest, if it holds several plans. If it holds none, make a plan."""
         layers, tokens = len(self.model.layers), min(PLANNED, self.model.config.max_position_embeddings // 2)
         self.question = self.measure_question(tokens)
         if self.asked not in ("best", "paper"):
@@ -341,7 +341,7 @@ def describe_plan(letters: str, costs: LayerCosts, tokens: int) -> dict:
 # 3. The demo -----------------------------------------------------------------------------------
 
 def demo(model, frontend: Frontend, arguments):
-    """Verify answers with a plan that has all three ways, then time plans of a larger model on three links."""
+    """Verify answers with a plan that has all three ways. Then plan for a larger model on three links."""
     # 1. Verify: one plan with all three ways
     new, third = max(2, min(arguments.max_tokens, 16)), len(model.layers) // 3
     letters = "R" * third + "H" * third + "K" * (len(model.layers) - 2 * third)
