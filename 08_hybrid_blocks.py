@@ -337,8 +337,8 @@ class KindMap:
         self.numbers = torch.cat([torch.arange(count) for count in counts])[order]  # [blocks]
 
     def slots(self, table: list[int], positions):
-        """Look up the tokens at `positions` [n] of a block table. Returns: their kinds [n], and their slots
-        [n] in the memory of their kind."""
+        """Look up the tokens at `positions` [n] of a block table.
+        Returns: their kinds [n], and their slots [n] in the memory of their kind."""
         blocks = torch.tensor(table, dtype=torch.long)[positions // self.block_size]
         return self.kinds[blocks], self.numbers[blocks] * self.block_size + positions % self.block_size
 
