@@ -43,8 +43,8 @@ class MyCache(Cache):
 
     def restore(self, request, restoration, match):
         """Issue the copies of all layers, then yield each one. The driver resumes this generator when that
-        copy has completed. `hold` keeps the blocks referenced until all copies have ended, even if the request
-        is cancelled."""
+        copy has completed. `hold` keeps the blocks referenced until all copies have ended, even if the
+        request is cancelled."""
         table, transfers = self.blocks_of(request, restoration.start, len(match.blocks)), []
         blocks = links.BlockPairs(table, match.blocks)
         for layer, sides in enumerate(zip(self.pool.memory, self.host.memory)):
@@ -56,7 +56,7 @@ class MyCache(Cache):
             restoration.layers += 1
 
     def save(self, batch):
-        """Called after each step: start to copy blocks that have become full. Must not wait for the copies."""
+        """Called after each step: start to copy full blocks. It must not wait for the copies."""
         for request, _ in batch.work:
             for block_key, block in zip(request.chain[: request.registered], request.table):
                 if block_key in self.host.block_of or block_key in self.saving or not self.host.available:
