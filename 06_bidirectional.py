@@ -18,8 +18,8 @@ all tokens before it.
 
 A step should be neither too long nor too short. A long step computes tokens that storage could have brought
 in the same time; in a short step each token costs more. So a step computes the share of the `left` tokens
-that prefill will get if both sides keep their measured rates: left l / (l + c). (In the paper a step has its
-full token budget, and a chunk is as long as a step.)
+that prefill will get if both sides keep their measured rates: left * l / (l + c). (In the paper a step has
+its full token budget, and a chunk is as long as a step.)
 
 `--share` limits the part of a step that such a prefill may take beside other requests. The estimate of the
 time to compute assumes the same limit. With `--compute leftover` a prefill takes the tokens of a step that
