@@ -769,7 +769,7 @@ def time_policies(planner: Planner, model: Llama, bandwidth, f: float | None) ->
     hybrid, kv, act, _ = (row["tokens_per_second"] for row in rows)
     why = "one kind alone leaves a lane idle" if 0.1 < rows[0]["act"] < 0.9 else "there is little to mix"
     print(
-        f"  hybrid: {hybrid / kv:.2f}x kv-only, {hybrid / act:.2f}x act-only. "
+        f"  hybrid: {hybrid / kv:.2f}x kv-only and {hybrid / act:.2f}x act-only. "
         f"Planned with {rows[0]['act']:.0%} ACT blocks: by the measured costs {why}"
     )
     print(charts.chart(timeline := taken["hybrid"][-1][1]))
