@@ -1,31 +1,45 @@
-"""Chapter 05: a way for each layer, so that neither link nor processor waits (HCache's scheduler).
+"""Chapter 05: restore each layer in its own way, so that no lane waits (HCache's bubble-free scheduler).
 
-The problem. Restoring all layers from hidden states (chapter 04) takes as long as the slower of two lanes.
-Where projecting is slower, the link idles; where the link is slower, the processor does: a bubble.
+The problem. Chapter 04 restores every layer from its hidden states. That takes as long as the slower of two
+lanes: the link, which copies, or the processor, which projects. The faster lane is idle for part of the time.
+The paper calls such an idle stretch a bubble.
 
-The mechanism. A layer's K and V can come back in three ways, which use the lanes differently:
+The mechanism. A layer's K and V can be restored in three ways. They load the two lanes differently:
 
-    R   recomputed from the tokens      much computing (the last R only a projection), nothing kept
-    H   projected from hidden states    little computing, one transfer
-    K   loaded as K and V               no computing, two transfers (with multi-head attention)
+    R   recompute from the tokens      much computing (the last R: one projection), nothing kept
+    H   project from hidden states     little computing, one transfer
+    K   load as K and V                no computing, two transfers (with multi-head attention)
 
-The costs of a layer are measured, and every division of the layers is tried on paper: first R, then H, last
-K, as in RRHHHHHHHHKK. The link brings all H and then all K; the processor recomputes R meanwhile, projects
-each H when it has arrived, and takes the question's rows through each layer as soon as its history is there.
-The plan is the one with which the question is through first. Where the question costs as much as the history
-(classroom), that may be K in all layers, chapter 03. One plan serves all lengths and loads: it is made for
-1,024 tokens, and 512 must not come later than by chapter 03; of plans within 10 % of the best it is the one
-whose busier lane has the least to do for 512, since where many come back at once each lane serves them all.
-Layers are divided and not tokens, since half of a layer's tokens cost more than half of its products.
+The engine measures what each way costs. The planner then computes the time of every plan that has first R
+layers, then H layers, then K layers, such as RRHHHHHHHHKK. The link copies all H layers, then all K layers.
+The processor first recomputes the R layers. It then goes through the layers in order: it projects an H layer
+when its states have arrived, and computes the question's rows once the layer's K and V are there. A plan's
+time ends when the question has passed the last layer.
 
-Each plan keeps other rows, so each is a namespace of its own. It is made once, before the first request, and
-kept. A directory (`--disk`) remembers it, and the next start takes it again, unless `--plan` names another.
+One plan serves all lengths and all loads. It is chosen so:
 
-The paper divides in closed form, for a history alone. With C the seconds to project (H) or recompute (token)
-a layer and IO those to move it, L layers: where projecting is slower, L_H = L IO_KV / (IO_KV + C_H - IO_H)
-and the others are K; else L_H = L C_token / (C_token + IO_H - C_H) and the others are R; rounded up. That of
-the last R layer only K and V are needed is beyond the paper; so a single R costs what an H costs, and chapter
-04 is the plan RHHH...
+1. It is made for a history of 1,024 tokens.
+2. For a history of 512 tokens it must not be slower than K in all layers, which is chapter 03.
+3. Among the plans that are nearly as fast as the best one (within 10 %) and no slower than chapter 04, take
+   the plan whose busier lane has the least work for 512 tokens. If many requests are restored at once, each
+   lane serves all of them, one after another.
+
+If the question costs as much as the history, as on the classroom model, the plan may be K in all layers.
+A plan divides layers and not tokens, because half of a layer's tokens take more than half of its time.
+
+Each plan keeps different rows, so blocks of one plan are never found under another plan. The engine plans
+once, before the first request. A directory (`--disk`) remembers its plan: the next start uses that plan
+again, unless `--plan` names another one.
+
+The paper has a closed form for a history without a question. C_H and C_token are the seconds to project and
+to recompute a layer. IO_H and IO_KV are the seconds to copy its hidden states and its K and V. Of L layers,
+L_H are restored from hidden states, rounded up:
+
+    if projecting is the slower lane    L_H = L IO_KV / (IO_KV + C_H - IO_H),            the others are K
+    otherwise                           L_H = L C_token / (C_token + IO_H - C_H),        the others are R
+
+The paper recomputes all R layers in full. We project the last one, because the history needs only its K and
+V. So a plan with a single R computes as much as one with an H in its place: chapter 04 is the plan RHHH...
 
 Source: HCache (Gao et al., EuroSys '25), sections 4.1, 6.2 and 6.3.
 
@@ -58,37 +72,38 @@ from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states = importlib.import_module("04_hidden_state_cache")
-PLANNED, QUESTION = 1024, 32  # tokens: of the history that is planned for, and of the question behind it
-SHORTER = 512  # tokens: a history that must not come later than by chapter 03
-MIX = 1e-3  # seconds that a mix takes besides, at most
+PLANNED, QUESTION = 1024, 32  # tokens of the history that the planner assumes, and of the question after it
+SHORTER = 512  # tokens of a history that must not be restored later than by chapter 03
+MIX = 1e-3  # least advantage of a mixed plan over chapter 03 there, in seconds: a mix has overheads
 BETTER = 0.9  # a plan is nearly the best if the best one takes at least this share of its time
 
 # 1. The planner --------------------------------------------------------------------------------
 
 class LayerCosts(NamedTuple):
-    """Seconds of one layer, for all tokens of a history."""
+    """Seconds that one layer takes, for all tokens of a history."""
 
-    recompute: float  # C_token
-    project: float  # C_H
-    load_states: float  # IO_H
-    load_kv: float  # IO_KV
-    question: float = 0.0  # to take the question's rows through it
+    recompute: float  # compute the layer from its input: C_token
+    project: float  # project hidden states to K and V: C_H
+    load_states: float  # copy the hidden states: IO_H
+    load_kv: float  # copy K and V: IO_KV
+    question: float = 0.0  # compute the layer for the question's rows
 
 
 def recomputing_seconds(layers: int, costs: LayerCosts) -> float:
-    """Of the last of these layers only K and V are needed: it is projected."""
+    """Return the seconds to recompute the first `layers` layers. The last of them is only projected, because
+    the history needs nothing but its K and V."""
     return (layers - 1) * costs.recompute + costs.project if layers else 0.0
 
 
 def plan_seconds(letters: str, costs: LayerCosts) -> float:
-    """Seconds until the question has passed all layers."""
-    # 1. When each layer arrives: first all H, then all K
+    """Return the seconds until the question has passed all layers. `letters`: R, H or K for each layer."""
+    # 1. Link: when does each layer arrive? First all H, then all K
     arrival, link = [0.0] * len(letters), 0.0
     for kind, seconds in ("H", costs.load_states), ("K", costs.load_kv):
         for layer, letter in enumerate(letters):
             if letter == kind:
                 arrival[layer] = link = link + seconds
-    # 2. What the processor does: R, then layer by layer
+    # 2. Processor: recompute all R, then go through the layers in order
     now = recomputing_seconds(letters.count("R"), costs)
     for letter, arrived in zip(letters, arrival):
         now = max(now, arrived) + (costs.project if letter == "H" else 0.0) + costs.question
@@ -96,7 +111,8 @@ def plan_seconds(letters: str, costs: LayerCosts) -> float:
 
 
 def busier_lane(letters: str, costs: LayerCosts) -> float:
-    """Seconds for which the busier lane is busy: the time of one among many that come back at once."""
+    """Return the seconds for which the busier lane works, without its waits. If many requests are restored at
+    once, this is the time that each of them adds."""
     recomputed, hidden, loaded = map(letters.count, "RHK")
     restoring = recomputing_seconds(recomputed, costs) + hidden * costs.project
     link = hidden * costs.load_states + loaded * costs.load_kv
@@ -104,31 +120,36 @@ def busier_lane(letters: str, costs: LayerCosts) -> float:
 
 
 def divisions(layers: int) -> list[str]:
-    """All plans of layers that are recomputed, then restored from hidden states, then loaded."""
+    """Return all plans that have first R layers, then H layers, then K layers."""
     return [
         "R" * recompute + "H" * hidden + "K" * (layers - recompute - hidden)
-        for recompute in range(layers)  # not all: that would be no cache
+        for recompute in range(layers)  # without R in all layers: such a plan would restore nothing
         for hidden in range(layers - recompute + 1)
     ]
 
 
 def best_plan(layers: int, costs: LayerCosts, shorter: LayerCosts | None = None) -> str:
-    """-> the best division, of equals what keeps less. With the costs of a `shorter` history: of those
-    no slower than K there, and nearly the best, the one whose busier lane has least to do there. With
-    grouped queries H costs more than K on both lanes: only R and K are left."""
+    """Return the plan with the least `plan_seconds`; among ties, the plan that keeps the fewest bytes.
+
+    `shorter`: costs of a shorter history. If given, drop the plans that are slower than K in all layers for
+    that history. Keep the plans that are nearly as fast as the best one left (BETTER), and no slower than
+    chapter 04. Return the plan among them whose busier lane has the least work for the shorter history.
+
+    With grouped-query attention an H layer costs at least as much as a K layer on both lanes. Then the plan
+    has only R and K."""
     plans, seconds = divisions(layers), partial(plan_seconds, costs=costs)
     order = lambda plan: (seconds(plan), plan.count("K"), plan.count("H"))  # noqa: E731
     if not shorter:
         return min(plans, key=order)
     most = plan_seconds("K" * layers, shorter)
     plans = [plan for plan in plans if plan == "K" * layers or plan_seconds(plan, shorter) + MIX <= most]
-    best = min(map(seconds, plans))
-    plans = [plan for plan in plans if BETTER * seconds(plan) <= best]
+    best, states = min(map(seconds, plans)), seconds("R" + "H" * (layers - 1))  # states: chapter 04
+    plans = [plan for plan in plans if seconds(plan) <= max(best, min(best / BETTER, states))]
     return min(plans, key=lambda plan: (busier_lane(plan, shorter), *order(plan)))
 
 
 def closed_form(layers: int, costs: LayerCosts) -> str:
-    """Section 4.1.2, as it stands there: whole layers, two ways, and the history alone."""
+    """Return the plan of the paper's formula (section 4.1.2): whole layers, two ways, without a question."""
     if costs.project > costs.load_states:
         share = costs.load_kv / (costs.load_kv + costs.project - costs.load_states)
         hidden = min(layers, math.ceil(layers * share))
@@ -139,9 +160,12 @@ def closed_form(layers: int, costs: LayerCosts) -> str:
 
 
 def bound_seconds(layers: int, costs: LayerCosts) -> float:
-    """No division ends before: both lanes busy all the time, and layers divided however finely. The best
-    bound over all prices that a second of the link may have against one of the processor."""
-    # (processor, link)
+    """Return seconds that no plan can beat, even if it divides layers as finely as it likes.
+
+    Let a second of the processor cost `price` and a second of the link 1 - `price`. A restoration of t
+    seconds uses each lane for at most t seconds, so it costs at most t. Hence the cost of the cheapest way
+    for each layer is a lower bound of t. The result is the largest of these bounds over all prices."""
+    # Seconds of each way on the processor and on the link
     ways = (costs.recompute, 0.0), (costs.project, costs.load_states), (0.0, costs.load_kv)
 
     def paid(price: float) -> float:
@@ -154,22 +178,23 @@ def bound_seconds(layers: int, costs: LayerCosts) -> float:
 # 2. The cache ----------------------------------------------------------------------------------
 
 class PlannedCache(hidden_states.HiddenCache):
-    """Chapter 04's cache with a way for each layer: `letters`, made once, before the first request."""
+    """Chapter 04's Cache with a plan: `letters` has R, H or K for each layer and never changes."""
 
     def __init__(self, blocks: int, bandwidth=None, storage: StoredChunks | None = None, plan: str = "best"):
-        """`blocks`: as much host memory as so many of chapter 04's take. `plan`: best, paper, or a letter for
-        each layer."""
+        """`blocks`: host memory, in blocks of chapter 04. `bandwidth`: of a modelled link, in bytes per
+        second. `plan`: "best", "paper", or a letter for each layer."""
         super().__init__(blocks, bandwidth, storage)
         self.asked = plan
 
     def init_store(self):
-        """Plan, and keep the states of H, then K and V of K."""
+        """Called by `attach`: choose the plan, then allocate host blocks that hold the hidden states of the H
+        layers and the K and V of the K layers."""
         self.kv = self.pool.memory.flatten(4)  # [L, 2, blocks, block size, KVH * hd]
         self.letters = letters = self.choose_plan()
         rows, side = [], self.kv.shape[-1]
         for layer, letter in enumerate(letters):
             rows += {"H": [(layer, self.width)], "K": [(layer, side)] * 2, "R": []}[letter]
-        numbers = sum(width for _, width in rows) * self.model.dtype.itemsize  # bytes of a token
+        numbers = sum(width for _, width in rows) * self.model.dtype.itemsize  # bytes that a token takes
         blocks = self.blocks * hidden_states.bytes_per_token(self.model) // numbers
         store = hidden_states.BlockStore(self, letters, blocks, rows)
         self.use_store([layer for layer, letter in enumerate(letters) if letter == "H"], store)
@@ -177,7 +202,8 @@ class PlannedCache(hidden_states.HiddenCache):
     # Planning
 
     def choose_plan(self) -> str:
-        """-> the plan that was asked for; else the one whose blocks a directory holds; else a new one."""
+        """Return the plan that `--plan` spells out. Without one, return the plan whose blocks storage holds:
+        the fastest, if it holds several plans. If it holds none, make a plan."""
         layers, tokens = len(self.model.layers), min(PLANNED, self.model.config.max_position_embeddings // 2)
         self.question = self.measure_question(tokens)
         if self.asked not in ("best", "paper"):
@@ -189,7 +215,9 @@ class PlannedCache(hidden_states.HiddenCache):
         return best_plan(layers, costs, shorter) if self.asked == "best" else closed_form(layers, costs)
 
     def measure_question(self, history: int) -> float:
-        """-> prefill operations that take as long as a question's rows in a layer, behind a history."""
+        """Time one layer for the QUESTION rows that follow a history of `history` tokens.
+
+        Returns: how many prefill operations take as long; 0.0 if the pool is too small to measure it."""
         blocks = self.pool.num_blocks(history + QUESTION)
         if blocks > self.pool.available:
             return 0.0
@@ -201,10 +229,11 @@ class PlannedCache(hidden_states.HiddenCache):
         return operations
 
     def has_files(self, letters: str) -> bool:
+        """Return True if storage holds blocks of this plan."""
         return bool(self.storage and self.storage.find(self.plan_key(letters)))
 
     def plan_key(self, letters: str) -> bytes:
-        """-> the key of a value without contents: a directory has blocks by this plan."""
+        """Return the storage key of an empty value, which says that storage holds blocks of this plan."""
         name = f" {self.pool.block_size} {letters}"
         return hashlib.sha256(self.engine.block_keys.namespace + name.encode()).digest()
 
@@ -216,13 +245,14 @@ class PlannedCache(hidden_states.HiddenCache):
 
     def seconds(self, start, end, locations):
         stored = self.store.stored(locations)
-        # Without the question, which follows in either case
+        # Leave the question out: it has to be computed after a recomputed history too
         costs = self.costs(start, end, len(stored) / len(locations))._replace(question=0.0)
         queued = self.load_link.seconds(0) + (self.storage.seconds(stored, 0) if stored else 0.0)
         return plan_seconds(self.letters, costs) + queued
 
     def costs(self, start: int, end: int, stored: float = 0.0) -> LayerCosts:
-        """Of tokens start to end, of which a share, `stored`, is read from storage first."""
+        """Return the costs of a layer for tokens `start` to `end`. `stored`: the share of them that must be
+        read from storage before the link can copy it."""
         config, layers, tokens = self.model.config, len(self.model.layers), end - start
         states = tokens * config.hidden_size * self.model.dtype.itemsize
         kv = tokens * config.kv_numbers_per_token * self.model.dtype.itemsize // layers
@@ -233,7 +263,7 @@ class PlannedCache(hidden_states.HiddenCache):
             speed = min(speed, self.storage.speed() / stored)
         return LayerCosts(compute, self.seconds_to_project(tokens), states / speed, kv / speed, question)
 
-    # Bringing back
+    # Restoring
 
     def restore(self, request, restoration, match):
         stored = len(self.store.stored(match.blocks)) / len(match.blocks)
@@ -242,7 +272,8 @@ class PlannedCache(hidden_states.HiddenCache):
         request.timeline.plan = describe_plan(self.letters, costs, match.tokens)
 
     def issue_layer(self, loading, layer):
-        """Order K and V straight into the device's blocks, or states as chapter 04 does."""
+        """Issue the copy of a layer. K and V go directly into the request's device blocks; hidden states go
+        to a landing buffer, as in chapter 04."""
         if self.letters[layer] == "H":
             return super().issue_layer(loading, layer)
         table = self.blocks_of(loading.request, loading.start, len(loading.blocks))
@@ -252,7 +283,8 @@ class PlannedCache(hidden_states.HiddenCache):
         self.hold("load", [loading.transfers[layer]], (self.pool, table))
 
     def restore_layer(self, loading, layer):
-        """Bring a layer back in its way; with the first R come all."""
+        """Restore a layer by its letter; yield each transfer that must complete first. Layer 0 recomputes all
+        R layers, so a later R layer has nothing left to do."""
         letters = self.letters
         if letters[layer] == "H":
             yield from super().restore_layer(loading, layer)
@@ -262,8 +294,9 @@ class PlannedCache(hidden_states.HiddenCache):
             yield from self.recompute(loading, letters.count("R"))
 
     def recompute(self, loading, layers: int):
-        """Compute the first layers in portions, between which others may decode. Of the last of these layers
-        only K and V are needed."""
+        """Recompute the first `layers` layers for all tokens of the restoration, and store their K and V.
+        Work in portions of a step's token budget, and yield between them, so that other requests can
+        decode."""
         count, portion = loading.tokens, self.engine.token_budget
         for at in range(0, count, portion):
             rows, began = slice(at, min(at + portion, count)), self.engine.clock.mark()
@@ -276,7 +309,8 @@ class PlannedCache(hidden_states.HiddenCache):
 
     @torch.inference_mode()
     def compute_portion(self, loading, layers: int, rows: slice):
-        """Compute the first layers for `rows` of the tokens -> the input of the next layer, [T, D]."""
+        """Compute the first `layers` layers for the tokens `rows` of the restoration, and write their K and V
+        to the device blocks. Returns: the input of the next layer, [T, D]."""
         request, start, end = loading.request, loading.start + rows.start, loading.start + rows.stop
         if not layers:
             return self.model.embed(upload(request.tokens[start:end], self.model.device))  # [T, D]
@@ -285,21 +319,21 @@ class PlannedCache(hidden_states.HiddenCache):
         return self.engine.runner.compute(batch, layers)
 
     def step_states(self, batch):
-        return [*super().step_states(batch), batch.slots]  # where K and V of the step's rows are
+        return [*super().step_states(batch), batch.slots]  # slots, [T]: `rows_to_keep` reads K and V there
 
     def rows_to_keep(self, unsent):
-        *rows, slots = super().rows_to_keep(unsent)
+        *rows, slots = super().rows_to_keep(unsent)  # the H layers' states [T, D] each, and slots [T]
         for layer in self.store.layers[len(rows) :: 2]:
-            rows += self.kv[layer].flatten(1, 2)[:, slots]  # K and V, [rows, KVH * hd] each
+            rows += self.kv[layer].flatten(1, 2)[:, slots]  # K and V, [T, KVH * hd] each
         return rows
 
 
 def describe_plan(letters: str, costs: LayerCosts, tokens: int) -> dict:
-    """-> a plan for the page, above the lanes."""
+    """Return the plan as the page shows it above the lanes, with its predicted time and costs in ms."""
     predicted_ms = 1e3 * plan_seconds(letters, costs)
-    title = f"{tokens} tokens: {predicted_ms:.1f} ms predicted, the question included"
-    legend = dict(R="recomputed", H="from hidden states", K="loaded as K and V")
-    costs_ms = {name: 1e3 * seconds for name, seconds in costs._asdict().items()}  # of a layer
+    title = f"{tokens} tokens: {predicted_ms:.1f} ms predicted, with the question"
+    legend = dict(R="recomputed", H="projected from hidden states", K="loaded as K and V")
+    costs_ms = {name: 1e3 * seconds for name, seconds in costs._asdict().items()}  # of one layer
     plan = dict(title=title, rows=[["layers", letters]], legend=legend)
     return dict(plan, predicted_ms=predicted_ms, costs_ms=costs_ms)
 
@@ -307,8 +341,8 @@ def describe_plan(letters: str, costs: LayerCosts, tokens: int) -> dict:
 # 3. The demo -----------------------------------------------------------------------------------
 
 def demo(model, frontend: Frontend, arguments):
-    """Answers on the model, then plans and times on a larger one, over three links."""
-    # 1. Are the tokens right, with all three ways in one plan?
+    """Verify answers with a plan that has all three ways. Then plan for a larger model on three links."""
+    # 1. Verify: one plan with all three ways
     new, third = max(2, min(arguments.max_tokens, 16)), len(model.layers) // 3
     letters = "R" * third + "H" * third + "K" * (len(model.layers) - 2 * third)
     options = argparse.Namespace(**{**vars(arguments), "plan": letters, "always_restore": True})
@@ -318,58 +352,58 @@ def demo(model, frontend: Frontend, arguments):
     verified = lesson.verify(paged.baseline.Engine(model), asked)
     report = dict(link=lesson.describe_link(cache.load_link), verified=verified, counters=engine.counters())
     rows = [offload.describe(letters, request) for request in asked]
-    print(f"\nThe last turn (digits: layers)\n{charts.chart(asked[-1].timeline)}\n")
+    print(f"\nThe last turn (digits: layers, r: recompute, p: prefill)\n{charts.chart(asked[-1].timeline)}\n")
     if hidden_states.bytes_per_token(model) >= model.config.kv_numbers_per_token * model.dtype.itemsize:
         best = best_plan(len(letters), cache.costs(0, length))
-        print(f"Query heads share KV heads: the best plan on this model is {best}\n")
+        print(f"This model's query heads share KV heads, so its best plan is {best}.\n")
     engine.close()
 
-    # 2. Time: on a model whose question costs less than its history
+    # 2. Time: use a model whose question costs less than its history
     larger, length = lesson.Larger(arguments, random.Random(0), hidden_states.engine_of), lesson.HISTORY
     caches = offload.HostCache(2 * larger.blocks, 1e9), hidden_states.HiddenCache(2 * larger.blocks, 1e9)
     ways = dict(zip(("K and V (03)", "hidden states (04)"), map(larger.way, caches)))
-    computed = min(way() for way in ways.values())  # and kept
+    computed = min(way() for way in ways.values())  # ms without a cache; this also fills both caches
+    machine, now = caches[1].estimates.machine, caches[1].estimates.computing.value
     for title, speed in larger.over_links(caches, caches[1].seconds_to_project(length)):
+        machine.fastest = now  # plan with the speed from which the link was made, not with the fastest seen
         cache = PlannedCache(4 * larger.blocks, speed)
         ways["planned (05)"] = larger.way(cache)
-        ways["planned (05)"]()  # it keeps what its plan says
+        ways["planned (05)"]()  # fill the cache with what the plan keeps
         costs, letters = cache.costs(0, length), cache.letters
         named = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in costs._asdict().items())
         predicted, bound = plan_seconds(letters, costs), bound_seconds(len(letters), costs)
         print(f"A layer, ms: {named}\nPlan {letters}: {1e3 * predicted:.0f} ms predicted, none below "
               f"{1e3 * bound:.0f}; the paper's closed form: {closed_form(len(letters), costs)}")  # fmt: skip
         rows += lesson.table(title, lesson.in_turn(ways), "ttft_ms", "ms")
-        theirs, _, ours = (row["ttft_ms"] for row in rows[-3:])
-        print(f"  {theirs / ours:.2f}x sooner than chapter 03, {computed / ours:.1f}x than computing it\n")
+        kv, states, ours = (row["ttft_ms"] for row in rows[-3:])
+        taken = f"Chapter 03 takes {kv / ours:.2f} times as long, chapter 04 {states / ours:.2f} times"
+        print(f"  {taken}, computing {computed / ours:.1f} times\n")
         cache.close()
-    print(
-        "The slower the link, the more is recomputed and projected; the faster, the more is loaded as is.\n"
-        "All of this had to be in host memory. What if it is in storage, slower by far? Chapter 06."
-    )
+    print("A slower link shifts the plan towards R and H, a faster link towards K.\n"
+          "All of it was in host memory. What if it is in much slower storage? Chapter 06.")  # fmt: skip
     return dict(report, rows=rows), [asked[-1].timeline]
 
 
 # 4. Main ---------------------------------------------------------------------------------------
 
 def plan(string: str) -> str:
-    """An argparse type: best, paper, or letters, first R, then H, last K."""
+    """Check the value of --plan: best, paper, or letters, R before H before K. Raises ArgumentTypeError."""
     if string in ("best", "paper") or (re.fullmatch("R*H*K*", string) and set(string) & set("HK")):
         return string
-    words = "is not best, paper, or letters like RRHHHK, R before H before K"
-    raise argparse.ArgumentTypeError(f"{string!r} {words}")
+    raise argparse.ArgumentTypeError(f"{string!r} is not best, paper, or letters: R, H, K in this order")
 
 
 def add_arguments(parser):
     hidden_states.add_arguments(parser)
-    words = "best (default), paper (the closed form), or a letter for each layer, like RRHHHK"
+    words = "how to restore each layer: best (default), paper (its formula), or letters such as RRHHHK"
     parser.add_argument("--plan", type=plan, default="best", metavar="PLAN", help=words)
 
 
 def make_engine(model, arguments) -> paged.Engine:
-    """Chapter 02's engine with this chapter's Cache."""
+    """Make chapter 02's engine with this chapter's Cache. Raises BadRequest if --plan does not fit."""
     if arguments.plan not in ("best", "paper") and len(arguments.plan) != len(model.layers):
-        words = f"--plan has {len(arguments.plan)} letters, and this model {len(model.layers)} layers"
-        raise BadRequest(f"{words}; give it one for each.")
+        words = f"--plan has {len(arguments.plan)} letters, but this model has {len(model.layers)} layers"
+        raise BadRequest(f"{words}; give one letter for each layer.")
     engine = hidden_states.make_engine(model, arguments, partial(PlannedCache, plan=arguments.plan))
     print(f"Plan: {engine.lower_tier.cache.letters}", file=sys.stderr)
     return engine

@@ -1,28 +1,32 @@
 """Chapter 06: compute from the front while loading from the back (Cake).
 
-The problem. A disk or a network holds far more K and V than host memory, but to load a history from it may
-take as long as to compute it. An engine that picks one of the two leaves the other idle.
+The problem. A disk or a network holds far more K and V than host memory. But loading a history from it may
+take as long as computing it. An engine that picks one of the two leaves the other one idle.
 
-The mechanism. Two pointers over one history. The engine prefills from the front, in its ordinary steps.
-Storage reads chunks of 64 tokens (the paper: as many as a step has) from the back, ahead of need; each chunk
-that has arrived lowers the limit up to which the engine computes. Where the two meet, the history is whole:
+The mechanism. Two pointers move over one history. The engine prefills from the front, in ordinary steps.
+Storage reads chunks of 64 tokens from the back. Each chunk that arrives lowers the limit up to which the
+engine computes. When the two pointers meet, the history is complete:
 
-    computed                  meeting                    loaded        l, c: seconds to load or to compute all
+    computed                  they meet here             loaded        l, c: seconds to load or to compute all
     |#########################|==========================|             both: l c / (l + c), if neither waits
 
-Neither side claims a chunk in advance, so prefill never waits for storage, and there is nothing to lock. A
-step of one request that loading has overtaken is given up, and so are reads that prefill has overtaken. If a
-chunk is missing or damaged, what has come stays, and prefill computes the rest. Loading takes the late tokens
-because they are the dear ones to compute: a token attends to all before it.
+Neither side reserves a chunk in advance. So prefill never waits for storage, and no lock is needed. If
+loading overtakes a step that computes one request, the engine gives up that step. If prefill overtakes a
+read, the read is cancelled. If a chunk is missing or damaged, the chunks that have arrived stay, and prefill
+computes the rest. Loading takes the late tokens, because they cost the most to compute: each token attends to
+all tokens before it.
 
-A step computes the share of what is left that prefill will get if both go on as they last did, `left l / (l +
-c)`, at measured rates (the paper measures none): a longer step would compute what storage could have brought,
-and in shorter ones a token costs more.
-`--share` caps a prefill's part of each step beside other requests, and the estimate of computing assumes the
-same cap; with `--compute leftover` it takes what the others leave (the paper's section 6).
+A step should be neither too long nor too short. A long step computes tokens that storage could have brought
+in the same time; in a short step each token costs more. So a step computes the share of the `left` tokens
+that prefill will get if both sides keep their measured rates: left * l / (l + c). (In the paper a step has
+its full token budget, and a chunk is as long as a step.)
 
-With `--bits 8` K and V travel in 8 bits, and have keys of their own: they are not exact, nor is what is
-computed behind them.
+`--share` limits the part of a step that such a prefill may take beside other requests. The estimate of the
+time to compute assumes the same limit. With `--compute leftover` a prefill takes the tokens of a step that
+other requests leave (section 6 of the paper).
+
+With `--bits 8` K and V travel in 8 bits. They are not exact, and neither are K and V computed after them; so
+all of these are kept under keys of their own.
 
 Source: Cake ("Compute or Load KV Cache? Why Not Both?", Jin et al., ICML '25), sections 4 to 6, appendices A
 and B.
@@ -64,15 +68,19 @@ CHUNK = 64  # tokens
 # 1. Two pointers -------------------------------------------------------------------------------
 
 def time_to_meet(load: float, compute: float) -> tuple[float, float]:
-    """-> seconds until both ends meet, and the share that is computed by then, which falls with the length:
-    `compute` grows with its square. `load`, `compute`: seconds for all of it by one of the two."""
+    """Estimate when both ends meet. `load`, `compute`: seconds to load or to compute all tokens.
+
+    Returns: the seconds until they meet, l c / (l + c), and the share of the tokens that is computed by then.
+    The share is smaller for a longer history, because `compute` grows with the square of the length."""
     seconds = load / (1 + load / compute)
     return seconds, seconds / compute
 
 
 def portion(left: int, load: float, compute: float) -> int:
-    """-> tokens to compute before looking again: the share of the `left` ones that prefill will get; all,
-    where storage will bring no other chunk meanwhile."""
+    """Return how many of the `left` tokens the next step should compute: the share that prefill will get, but
+    at least a chunk. `load`, `compute`: seconds to load or to compute them all.
+
+    Return all of them if less than a chunk would remain: storage could not bring another chunk."""
     tokens = max(CHUNK, int(left * time_to_meet(load, compute)[1]))
     return tokens if left - tokens >= CHUNK else left
 
@@ -80,12 +88,16 @@ def portion(left: int, load: float, compute: float) -> int:
 # 2. The cache ----------------------------------------------------------------------------------
 
 class BidirectionalCache(Cache):
-    """Chunks of K and V in storage, loaded from the back while the engine computes from the front.
-    `request.memo` is the chain of a request's full chunks."""
+    """A Cache that keeps chunks of K and V in storage. It loads them from the back, while the engine computes
+    from the front.
+
+    `request.memo` holds the keys of the request's full chunks. Each block of the `staging` pool has room for
+    one chunk in transit."""
 
     def __init__(self, storage: StoredChunks, share=1.0, leftover=False, bits=None, memory=256e6):
-        """`share` of a step that a prefill takes beside other requests; 0: it only loads. `leftover`: it
-        takes what they leave. `bits`: 8, or those of the model. `memory`: bytes for chunks on their way."""
+        """`share`: largest part of a step, from 0 to 1, that a restored request may compute beside other
+        requests; 0: only load. `leftover`: such a request takes the tokens that other requests leave.
+        `bits`: 8, or None for the model's own dtype. `memory`: bytes of host memory for chunks in transit."""
         self.storage, self.bits, self.memory = storage, bits, memory
         self.share, self.leftover = share, leftover
 
@@ -93,16 +105,16 @@ class BidirectionalCache(Cache):
         super().attach(engine)
         config, dtype, device = self.model.config, self.model.dtype, self.model.device
         self.kv = self.pool.memory.flatten(2, 3)  # [L, 2, slots, KVH, hd]
-        self.shape = *self.kv.shape[:2], CHUNK, *self.kv.shape[3:]  # of a chunk's K and V
+        self.shape = *self.kv.shape[:2], CHUNK, *self.kv.shape[3:]  # of a chunk, [L, 2, 64, KVH, hd]
         width = config.kv_numbers_per_token
-        if self.bits == 8:  # a byte for each number, and two for each head's scale
+        if self.bits == 8:  # one byte for each number, two bytes for the scale of each head
             dtype, width = torch.uint8, width + 2 * width // config.head_dim
         self.chunk_bytes = CHUNK * width * dtype.itemsize
-        # Places for chunks on their way, in host memory; a GPU has such places, too, behind the link
-        useful = 2 * (config.max_position_embeddings // CHUNK + 1)  # two requests of the longest kind
+        # The staging memory for chunks in transit is on the host; a GPU has a second one, on the device
+        useful = 2 * (config.max_position_embeddings // CHUNK + 1)  # enough for two requests of full length
         shape = max(2, min(useful, int(self.memory // self.chunk_bytes))), CHUNK, width
-        host = self.landed = links.host_memory(shape, dtype, device, "The memory for chunks on their way")
-        self.arrays, self.load_link = as_integers(host), None  # as NumPy's
+        host = self.landed = links.host_memory(shape, dtype, device, "The memory for chunks in transit")
+        self.arrays, self.load_link = as_integers(host), None  # the same memory as a NumPy array
         if device.type == "cuda":
             self.landed, self.load_link = host.to(device), hardware.connect("load", engine.clock)
         wake = engine.wake.set
@@ -111,32 +123,34 @@ class BidirectionalCache(Cache):
         self.pools = {"host": self.staging}
         kind = f"kv {self.bits or 'exact'}"
         self.block_keys = paged.BlockKeys(f"{self.model.digest.hex()} {self.model.dtype} {kind}", CHUNK)
-        self.saving: set = set()  # prefixes on their way to storage
-        self.sent: Counter = Counter()  # request -> leading chunks that were sent to storage, or that it had
+        self.saving: set = set()  # keys of chunks that are being copied or written to storage
+        self.sent: Counter = Counter()  # request -> number of leading chunks that need no saving any more
         self.storage.open(wake)
 
     # Finding
 
     def chain(self, request) -> list:
-        """-> a Prefix for each full chunk."""
+        """Return a key for each full chunk of the request's tokens."""
         request.memo = request.memo or []
         return self.block_keys.extend(request.memo, request.tokens, request.options.get("cache_salt", ""))
 
     def match(self, request):
-        """Offer the longest run of chunks that storage has; prefill computes what it lacks before them."""
+        """Offer the longest run of adjacent chunks that storage has. Prefill computes the missing tokens
+        before and after this run."""
         run, start, estimates = self.longest_run(request), request.computed, self.estimates
         end = min((run[-1][0] + 1) * CHUNK, request.history) if run else 0
         if end > start:
             queued = sum(other.restoration.limit - other.computed for other in self.restoring_requests())
             load, share = self.seconds_to_load(queued + end - start), 1.0
             if len({request, *self.engine.running}) > 1 and not self.leftover:
-                share = self.share or 1e-9  # 0: it only loads
+                share = self.share or 1e-9  # with --share 0 prefill gets nothing
             seconds, _ = time_to_meet(load, estimates.seconds_to_compute(start, end) / share)
             gap = estimates.seconds_to_compute(start, max(start, run[0][0] * CHUNK)) / share
             return Match(end - start, max(seconds, gap), run, {"storage": end - start}, share=share)
 
     def longest_run(self, request) -> list[tuple]:
-        """-> (number, where storage has it) of adjacent chunks, not all before what is computed."""
+        """Return the longest run of adjacent chunks that storage has, as (number, Stored) pairs. Skip the
+        chunks that are already computed."""
         chain, longest, run = self.chain(request), [], []
         for number in range(request.computed // CHUNK, len(chain)):
             found = self.storage.find(chain[number].digest)
@@ -150,32 +164,34 @@ class BidirectionalCache(Cache):
     # Loading, from the back
 
     def restore(self, request, restoration, match):
-        """Lower the limit with each chunk that arrives, to where it begins or to where prefill is. Always
-        [start, computed) is computed and [limit, end) is loaded. Resumed before each layer of a step."""
+        """Load chunks from the back. Each chunk that arrives lowers `restoration.limit` to the chunk's first
+        token, or to the token that prefill has reached. The driver resumes this generator before each layer
+        of a step. Always: tokens [start, computed) are computed, and tokens [limit, end) are loaded."""
         restoration.limit = restoration.end
-        restoration.layers = len(self.model.layers)  # of all that is behind the limit
+        restoration.layers = len(self.model.layers)  # a loaded chunk has K and V of all layers
         slots = self.slots(request, 0, restoration.end)
         unread = list(match.blocks)  # the last one is read next
-        reading = deque()  # [number of the chunk, its place, what must be over before that is used again]
+        reading = deque()  # [number of the chunk, its staging block, the transfer that uses this block]
         self.set_portions()
         try:
             while restoration.limit > self.front(request):
                 self.read_ahead(unread, reading)
                 if reading:
-                    yield from self.load_chunk(reading[0], request, slots)  # if it fails, `finally` follows
+                    yield from self.load_chunk(reading[0], request, slots)  # if it fails, `finally` runs
                     self.staging.release([reading.popleft()[1]])
                 elif unread:
-                    yield  # other requests have the places
+                    yield  # other requests use all staging blocks
                 else:
-                    return  # storage has no more: prefill goes on to the limit
+                    return  # all chunks are loaded: prefill computes the tokens before the limit
         finally:
-            for _, block, transfer in reading:  # call off what has not begun
+            for _, block, transfer in reading:  # cancel the reads that have not begun
                 transfer.cancel()
                 self.hold(f"place {block}", [transfer], given=[(self.staging, [block])])
             request.timeline.plan = describe_plan(restoration)
 
     def read_ahead(self, unread: list, reading: deque):
-        """Begin to read chunks, the last one first, as far as there are places."""
+        """Start reading chunks, the last one first, until no staging block is free. Moves them from `unread`
+        to `reading`."""
         while unread and self.staging.available:
             number, found = unread.pop()
             (block,) = self.staging.allocate(1)
@@ -183,7 +199,8 @@ class BidirectionalCache(Cache):
             reading.append([number, block, read])
 
     def load_chunk(self, chunk: list, request, slots):
-        """Wait for a chunk, and put what prefill does not compute meanwhile into the request's `slots`."""
+        """Wait for a chunk of `reading`, copy the part that prefill has not computed into the request's
+        `slots`, and lower the limit."""
         number, block, read = chunk
         yield read
         self.counts["bytes_in"] += read.bytes
@@ -198,19 +215,20 @@ class BidirectionalCache(Cache):
             request.restoration.limit = front
 
     def front(self, request) -> int:
-        """-> the token up to which loading may come. A step of several requests is not given up, so loading
-        stops at its end; a step of one request may be overtaken, so loading stops at its beginning."""
+        """Return the first token that loading may still bring. The engine can give up a step of one request,
+        so loading may go down to the first token of that step. It does not give up a step of several
+        requests, so loading stops after the last token that such a step computes."""
         work = dict(self.engine.work)
         return request.computed + (work.get(request, 0) if len(work) > 1 else 0)
 
     def slots(self, request, start: int, end: int):
-        """-> where tokens start to end are among the slots of the device's blocks."""
+        """Return the device slots of the tokens `start` to `end`, [end - start]."""
         return upload(self.pool.slots(torch.tensor(request.table))[start:end], self.model.device)
 
     # Computing, from the front
 
     def restoring_requests(self) -> list:
-        """-> requests whose two pointers have not met."""
+        """Return the running requests whose two pointers have not met."""
         running = self.engine.running
         return [one for one in running if one.restoration and not one.restoration.ends_met]
 
@@ -219,12 +237,12 @@ class BidirectionalCache(Cache):
         self.set_portions()
 
     def set_portions(self):
-        """Set how much of the next step each prefill below its limit may take."""
+        """Set how many tokens of the next step each restored request may compute (`restoration.portion`)."""
         restoring, budget = self.restoring_requests(), self.engine.token_budget
         others = sum(request.pending for request in self.engine.running if request not in restoring)
         for request in restoring:
             restoration, most = request.restoration, budget
-            if restoration.generator and time.perf_counter() < restoration.deadline:  # storage may bring more
+            if restoration.generator and time.perf_counter() < restoration.deadline:  # more chunks may arrive
                 left = restoration.limit - request.computed
                 compute = self.estimates.seconds_to_compute(request.computed, restoration.limit)
                 most = min(budget, portion(left, self.seconds_to_load(left), compute))
@@ -240,8 +258,8 @@ class BidirectionalCache(Cache):
     # Saving
 
     def save(self, batch):
-        """Send full chunks to storage, unless it has them. If no place is free, the request's next step tries
-        again; what its last one leaves is dropped."""
+        """Send the chunks that have become full to storage, unless storage has them. If no staging block is
+        free, try again after the request's next step. After its last step, drop the chunks that are left."""
         for request, _ in batch.work:
             chain = self.chain(request)
             for number in range(self.sent[request], request.computed // CHUNK):
@@ -252,10 +270,11 @@ class BidirectionalCache(Cache):
                 self.sent[request] = number + 1
 
     def is_unsaved(self, block_key) -> bool:
+        """Return True if the chunk is neither in storage nor being saved."""
         return block_key not in self.saving and self.storage.find(block_key.digest) is None
 
     def save_chunk(self, request, chain: list):
-        """Copy the last chunk of `chain` off the device."""
+        """Copy the last chunk of `chain` to a staging block; `write` follows when it has arrived."""
         number, (block,) = len(chain) - 1, self.staging.allocate(1)
         kv = self.kv.index_select(2, self.slots(request, number * CHUNK, (number + 1) * CHUNK))
         transfer = self.save_link.copy(self.staging.memory[block], self.pack(kv), f"chunk {number}")
@@ -265,7 +284,7 @@ class BidirectionalCache(Cache):
         self.counts["bytes_out"] += transfer.bytes
 
     def write(self, request, chain: list, block: int, transfer, arrived: bool):
-        """The last chunk of `chain` has left the device: write it."""
+        """Called when the copy of the last chunk of `chain` has completed: write the chunk to storage."""
         request.timeline.add("save", transfer.label, *transfer.span())
         written = self.storage.write(chain[-1].digest, [self.arrays[block]]) if arrived else None
         if written is None:
@@ -287,13 +306,13 @@ class BidirectionalCache(Cache):
     # K and V as bytes
 
     def pack(self, kv):
-        """K and V [L, 2, 64, KVH, hd] -> a chunk [64, width]; in 8 bits all numbers, then all scales."""
+        """Turn K and V [L, 2, 64, KVH, hd] into a chunk [64, width]; with 8 bits, numbers before scales."""
         if self.bits == 8:
             kv = torch.cat([part.flatten().view(torch.uint8) for part in quantize(kv)])
         return kv.view(CHUNK, -1)
 
     def unpack(self, chunk):
-        """A chunk [64, width] -> K and V [L, 2, 64, KVH, hd]."""
+        """Turn a chunk [64, width] into K and V [L, 2, 64, KVH, hd]."""
         if self.bits != 8:
             return chunk.view(self.shape)
         chunk, count = chunk.flatten(), math.prod(self.shape)
@@ -303,17 +322,18 @@ class BidirectionalCache(Cache):
 
 
 def quantize(kv):
-    """Symmetric, per token and head: -> whole numbers from -127 to 127, as kv, and scales [..., 1]."""
+    """Quantize K and V [..., hd] symmetrically, with one scale for each token and head.
+    Returns: int8 numbers from -127 to 127, [..., hd], and float16 scales, [..., 1]."""
     scales = (kv.float().abs().amax(-1, keepdim=True) / 127).clamp(2e-7, 65504.0).half()
     return (kv.float() / scales.float()).round().clamp(-127, 127).to(torch.int8), scales
 
 
 def describe_plan(restoration) -> dict:
-    """-> for the page: a letter for each chunk, which says how it came back."""
+    """Return how each chunk was restored, one letter for each, as the page shows it."""
     start, met, end, letters = restoration.start, restoration.limit, restoration.end, ""
     for first in range(start - start % CHUNK, end, CHUNK):
         letters += "L" if first >= met else "C" if first + CHUNK <= met else "B"
-    title = f"Tokens {start} to {met} computed, to {end} loaded"
+    title = f"Tokens {start} to {met} computed, up to {end} loaded"
     return dict(title=title, rows=[["chunks", letters]], legend=dict(C="computed", B="both", L="loaded"))
 
 
@@ -323,8 +343,8 @@ WAYS = "only computing", "only loading", "both"
 
 
 def demo(model, frontend: Frontend, arguments):
-    """A conversation that comes back from storage; TTFT of both ends and of either on three storages."""
-    # 1. Ask: about a document, and again when only storage has it
+    """Restore a conversation from three storages. Compare TTFT of both ends with TTFT of each one alone."""
+    # 1. Ask about a document, and ask again when only storage has it
     new, turns = max(2, min(arguments.max_tokens, 16)), [lesson.SECRET, lesson.QUESTION]
     options = dict(max_running=2, always_restore=True, bits=None, compute="share")
     engine = make_engine(model, argparse.Namespace(**{**vars(arguments), **options}))
@@ -332,7 +352,7 @@ def demo(model, frontend: Frontend, arguments):
     asked = lesson.converse(engine, frontend, length, turns, new)
     prompt = asked[1].tokens[: asked[1].prompt_tokens]
 
-    # 2. Time, on storage of several speeds
+    # 2. Time the question, with storage of several speeds
     last, taken, storage = {}, {}, cache.storage.storages[0]
     ways = {way: partial(ask_again, engine, prompt, way, last) for way in WAYS}
     speeds = {"asked for": storage.bandwidth}
@@ -359,19 +379,19 @@ def demo(model, frontend: Frontend, arguments):
 
 
 def ask_again(engine, prompt: list[int], way: str, last: dict) -> float:
-    """Ask when only storage has the history, which comes back `way` -> TTFT in ms."""
+    """Ask when only storage has the history. `way`: one of WAYS. Returns: TTFT in ms."""
     lesson.wait_until_idle(engine)
     engine.evict("device")
     engine.lower_tier.cache.share = 0.0 if way == "only loading" else 1.0
     last[way] = request = Request(prompt, 2, must_compute=way == "only computing")
     if bandwidth := engine.lower_tier.cache.storage.storages[0].bandwidth:
-        bandwidth.began = time.perf_counter()  # its first speed
+        bandwidth.began = time.perf_counter()  # a changing bandwidth starts again at its first value
     engine.generate([request])
     return request.outcome.ttft_ms
 
 
 def show(taken: dict) -> list[dict]:
-    """Print what each storage gave -> rows."""
+    """Print a table, a plan and a chart for each storage. Returns: the rows for --json."""
     rows = []
     for words, (storage, samples, both) in taken.items():
         rows += lesson.table(f"TTFT, storage {words} ({storage})", samples, "ttft_ms", "ms")
@@ -381,15 +401,17 @@ def show(taken: dict) -> list[dict]:
         plan = both.timeline.plan["rows"][0][1] if found else ""
         print(f"  both |{plan}| (C: computed, B: partly, L: loaded)\n{charts.chart(both.timeline)}")
         print(
-            f"  {found} tokens came from storage; {min(compute, load) / ours:.2f}x as soon as by the better "
-            f"one alone, {ours / bound:.2f} times l c / (l + c), {bound:.0f} ms\n"
+            f"  {found} tokens came from storage. The faster way alone takes "
+            f"{min(compute, load) / ours:.2f} times as long. Both take\n  {ours / bound:.2f} times the bound "
+            f"l c / (l + c) = {bound:.0f} ms, where l is only loading and c only computing.\n"
         )
     if len(taken) > 1:
         print(
-            "Two ways that take equally long bring twice as much together; a changing speed moves only the\n"
-            "meeting point. Where one takes a twentieth of the other's time, they gain at most a twentieth."
+            "If loading takes as long as computing, both together take about half of it. If the speed of\n"
+            "storage changes, they meet at another token. If loading takes a twentieth of computing's time,\n"
+            "computing can save a twentieth of it at most, and its short steps may cost more than that."
         )
-    print("And memory of three speeds, of which only the last one is slow? Chapter 07.")
+    print("What if a history is spread over three tiers, and only the last one is slow? Chapter 07.")
     return rows
 
 
@@ -398,22 +420,22 @@ def show(taken: dict) -> list[dict]:
 def add_arguments(parser):
     paged.add_arguments(parser)
     where, add, number = parser.add_mutually_exclusive_group(), parser.add_argument, cli.bounded
-    words = "of modelled storage, in memory; several in turn; auto (default): as fast as computing"
+    words = "speed of modelled storage (default: auto, as fast as computing); several speeds take turns"
     where.add_argument("--storage", type=modelled_link.speed, metavar="GB/S[:GB/S...@SECONDS]", help=words)
-    words = "keep chunks in files instead; may be repeated"
+    words = "keep chunks in files in DIR instead; may be repeated"
     where.add_argument("--disk", type=Path, action="append", metavar="DIR", help=words)
     size = number(float, 1e-6, 1e6)
-    add("--disk-limit", type=size, default=10, metavar="GB", help="of all chunks in storage (10)")
-    words = "of a step, for a prefill beside other requests (1); 0: it only loads"
+    add("--disk-limit", type=size, default=10, metavar="GB", help="size of all chunks in storage (10)")
+    words = "largest part of a step that a prefill takes beside other requests (1); 0: only load"
     add("--share", type=number(float, 0, 1), default=1.0, metavar="SHARE", help=words)
-    words = "what a prefill takes of a step: its share (default), or what other requests leave"
+    words = "tokens of a step for a prefill: its --share (default), or the ones that other requests leave"
     add("--compute", choices=["share", "leftover"], default="share", help=words)
-    add("--bits", type=int, choices=[8], help="store K and V in 8 bits: fewer bytes, not exact")
-    add("--always-restore", action="store_true", help="load even where that hardly helps")
+    add("--bits", type=int, choices=[8], help="store K and V in 8 bits: fewer bytes, but not exact")
+    add("--always-restore", action="store_true", help="load even if that saves little or no time")
 
 
 def make_engine(model, arguments) -> paged.Engine:
-    """Chapter 02's engine with this chapter's Cache."""
+    """Make chapter 02's engine with this chapter's Cache, and print its chunk size and storage to stderr."""
     limit, asked = arguments.disk_limit, arguments.storage
     modelled = ModelledStorage(1e9 * limit, asked or 1e9)
     storage = in_directories(arguments.disk, limit) if arguments.disk else StoredChunks(modelled)

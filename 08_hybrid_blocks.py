@@ -1,27 +1,28 @@
 """Chapter 08: even the weights live in host memory, and some of the context is kept as activations.
 
-The problem. The model is larger than the device, and the batch is large: what counts is how many tokens come
-in an hour, and not when the first one comes. In every decode step each layer's weights and all of its K and V
-come over the link. The link is the bottleneck, and the processor idles.
+The problem. The model is larger than device memory, and the batch is large. Throughput counts here, not the
+time to the first token. In every decode step each layer's weights and all of its K and V are copied over the
+link. The link is the bottleneck, and the processor is idle.
 
-The mechanism. Part of the context is kept as activations, the inputs of the layers (ACT blocks), the rest as
-K and V (KV blocks). With multi-head attention an ACT block has half the bytes of a KV block, and K and V are
-rebuilt from it while the link brings the next weights and blocks. With the right share of ACT blocks both
-lanes take equally long:
+The mechanism. Keep part of the context as activations, the inputs of the layers (ACT blocks), and the rest as
+K and V (KV blocks). With multi-head attention an ACT block has half the bytes of a KV block. The processor
+rebuilds K and V from ACT blocks while the link copies the next weights and blocks. With the right share of
+ACT blocks both lanes take equally long:
 
-    one layer                    link                processor
-    equations 2 and 3            W + (1 - a) K       aR              a: the share of the context that is ACT
-    with all that takes time     W + K - aK/2 - M    B + aR
+    one layer                       link                processor
+    the paper's equations 2, 3      W + (1 - a) K       aR              a: share of the context in ACT blocks
+    with everything that counts     W + K - aK/2 - M    B + aR
 
-    seconds to load  W the weights, K all of the context as K and V, M what the device keeps
+    seconds to load  W the weights, K all of the context as K and V, M the part that the device keeps
     seconds to       B compute the layer for the new tokens, R rebuild K and V of all of the context
 
-Layer by layer the batch passes in mini-batches (zig-zag), so that one fetch of the weights serves all of
-them; while one is computed, the next one's context arrives. A step whose copies fail is run again.
+In each layer all mini-batches of the step are computed, one after the other, before the next layer begins
+(zig-zag order). So one copy of the weights serves all of them. While one mini-batch is computed, the context
+of the next one is copied. If a copy fails, the engine runs the step again.
 
-The engine of chapter 02 knows nothing of this. Its pool has numbers only; `KindMap` has spread the kinds
-of blocks over them evenly, so that any run of numbers has about the plan's ratio. The plan (section 1) spends
-the device's memory on whole layers of weights, or on blocks of one kind.
+The engine of chapter 02 does not know about kinds of blocks: its pool only hands out block numbers. `KindMap`
+assigns a kind to each number, spread evenly, so that any run of numbers has about the plan's ratio of kinds.
+The plan (section 1) uses device memory for whole layers of weights, or for blocks of one kind.
 
 Source: CAPTURE ("Throughput-Oriented LLM Inference via KV-Activation Hybrid Caching with a Single GPU", Lee
 et al.), sections III-C and IV. The zig-zag order is FlexGen's (Sheng et al., ICML '23).
@@ -55,23 +56,23 @@ from shell import charts, checkpoint, hardware, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged = importlib.import_module("02_paged_kv")
-KV_HOST, ACT_HOST, KV_DEVICE, ACT_DEVICE = KINDS = range(4)  # odd: ACT
+KV_HOST, ACT_HOST, KV_DEVICE, ACT_DEVICE = KINDS = range(4)  # the odd ones are ACT
 POLICIES = "hybrid", "kv-only", "act-only", "paper"
-ROWS = 1024  # tokens that are projected at once: what is temporary stays small
-PROBE = 2048  # tokens of context with which costs are measured before the first step
+ROWS = 1024  # tokens that are projected at once: temporary tensors stay small
+PROBE = 2048  # tokens of context in the steps that measure costs at the start
 
 # 1. How much of what ---------------------------------------------------------------------------
 
 class Costs(NamedTuple):
-    """What a decode step costs: the link's bytes/s, and seconds in a layer."""
+    """Costs of a decode step: speed of the link in bytes per second, and seconds of one layer."""
 
     speed: float
-    forward: float  # the new tokens: products, attention, what each mini-batch costs, a share of the head
-    rebuild: float  # K and V of a block, from its activations
+    forward: float  # for all new tokens, with attention, mini-batches and a share of the output head
+    rebuild: float  # K and V of one block, from its activations
 
 
 class Sizes(NamedTuple):
-    """Bytes: of a layer's weights, and of an ACT and a KV block in all layers."""
+    """Bytes of one layer's weights, and bytes of an ACT block and of a KV block in all layers."""
 
     weights: int
     act: int
@@ -79,7 +80,8 @@ class Sizes(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the memory holds: layers of weights on the device, and blocks of each kind."""
+    """How memory is used: the number of layers whose weights stay on the device, and of blocks of each
+    kind."""
 
     resident: int
     kv_host: int
@@ -88,21 +90,24 @@ class Plan(NamedTuple):
     act_device: int
 
     def with_acts(self, count: int) -> "Plan":
-        """Exchange KV blocks of the host for ACT blocks."""
+        """Return a plan with `count` of the host's KV blocks replaced by ACT blocks."""
         return self._replace(kv_host=self.kv_host - count, act_host=self.act_host + count)
 
 
 def algorithm_1(load_w, kv_gen, load_kv, act_gpu, host, weights, act, kv) -> tuple[float, float]:
-    """Divide host memory by CAPTURE's Algorithm 1, as it is printed -> its ACT blocks and its KV blocks.
-    `load_w`: seconds to load a layer's weights; `kv_gen`, `load_kv`: to rebuild a block, to load a KV block;
-    `act_gpu`: ACT blocks on the device; `host`, `weights`, `act`, `kv`: bytes of the memory, of all weights,
-    of a block."""
-    # Lines 11 to 18: the link loads the weights, the processor rebuilds the device's blocks. The one that
-    # ends first gets blocks until both end together
+    """Divide host memory by CAPTURE's Algorithm 1, as printed in the paper.
+
+    `load_w`: seconds to load a layer's weights; `kv_gen`: to rebuild a block; `load_kv`: to load a KV block.
+    `act_gpu`: number of ACT blocks on the device. `host`, `weights`, `act`, `kv`: bytes of host memory, of
+    all weights, of an ACT block, of a KV block.
+
+    Returns: the numbers of ACT blocks and of KV blocks in host memory, as floats."""
+    # Lines 11 to 18: the link loads the weights while the processor rebuilds the device's ACT blocks. Give
+    # blocks to the lane that finishes first until both finish together
     budget = load_w - kv_gen * act_gpu
     act_init = max(0.0, budget / kv_gen)
     kv_init = max(0.0, -budget / load_kv)
-    # Lines 20 to 26: fill the memory that is left, and keep both together: kv_gen * #ACT = load_kv * #KV
+    # Lines 20 to 26: fill the remaining memory. Both lanes stay equal: kv_gen * #ACT = load_kv * #KV
     remaining = host - weights - (act * act_init + kv * kv_init)
     kv_per_act = kv_gen / load_kv
     act_remain = remaining / (act + kv * kv_per_act)
@@ -110,7 +115,9 @@ def algorithm_1(load_w, kv_gen, load_kv, act_gpu, host, weights, act, kv) -> tup
 
 
 class Planner(NamedTuple):
-    """Divides `device` bytes, and a pool of `blocks` of which a share `fill` is in use."""
+    """Finds a Plan for `device` bytes of device memory and a pool of `blocks` blocks.
+
+    `layers`: of the model. `block_size`: tokens per block. `fill`: the share of the blocks that is in use."""
 
     policy: str
     costs: Costs
@@ -122,7 +129,7 @@ class Planner(NamedTuple):
     fill: float = 1.0
 
     def lane_seconds(self, plan: Plan) -> tuple[float, float]:
-        """-> seconds of a decode step on the link and on the processor, each without waits."""
+        """Return the seconds of a decode step on the link and on the processor, each without waits."""
         costs, sizes = self.costs, self.sizes
         size = (self.layers - plan.resident) * sizes.weights
         size += self.fill * (sizes.kv * plan.kv_host + sizes.act * plan.act_host)
@@ -130,11 +137,13 @@ class Planner(NamedTuple):
         return size / costs.speed, self.layers * (costs.forward + costs.rebuild * acts)
 
     def seconds(self, plan: Plan) -> float:
-        """Estimate the seconds of a decode step, layer by layer. While a layer is computed, a share of some
-        weights arrives and then the next layer's context, ACT blocks first. Uneven shares cost time."""
+        """Estimate the seconds of a decode step, layer by layer, with the waits of the lanes for each other.
+
+        While a layer is computed, the link copies a share of some layer's weights (`stream`) and then the
+        next layer's context, ACT blocks first. Uneven shares make a lane wait."""
         load, compute = (lane / self.layers for lane in self.lane_seconds(plan))
         weights = self.sizes.weights / self.costs.speed
-        context = link = load - weights * (1 - plan.resident / self.layers)  # link: when it is free
+        context = link = load - weights * (1 - plan.resident / self.layers)  # link: the time when it is free
         kv, now = self.fill * self.sizes.kv * plan.kv_host / self.layers / self.costs.speed, 0.0
         for share in stream(self.layers, plan.resident)[1]:
             arrived, link = link, max(link, now) + weights * share + context
@@ -142,33 +151,38 @@ class Planner(NamedTuple):
         return max(now, link - context)
 
     def speed_for(self, f: float, blocks: float) -> float:
-        """-> bytes/s of the link over which all weights and `blocks`, as K and V, take `f` times as long as
-        computing with them as ACT blocks."""
+        """Return the link speed, in bytes per second, at which loading takes `f` times as long as computing.
+        Loading: all weights, and `blocks` blocks as KV. Computing: a decode step with `blocks` ACT blocks."""
         size = self.layers * self.sizes.weights + blocks * self.sizes.kv
         return size / f / (self.layers * (self.costs.forward + blocks * self.costs.rebuild))
 
     def paper_plan(self) -> Plan:
-        """Plan as the paper does: only ACT blocks stay on the device, to be rebuilt while weights come; the
-        others have Algorithm 1's ratio (equation 5), for host memory that just holds them and the weights."""
+        """Plan as the paper does. Fill the device with ACT blocks, which are rebuilt while weights are
+        copied. Divide the other blocks by the ratio of Algorithm 1 (equation 5), run for a host memory that
+        just holds the weights and these blocks as KV blocks."""
         costs, sizes = self.costs, self.sizes
         act_device = min(self.blocks, max(0, self.device - 2 * sizes.weights) // sizes.act)
         rest, weights = self.blocks - act_device, self.layers * sizes.weights
         times = sizes.weights / costs.speed, costs.rebuild, sizes.kv / self.layers / costs.speed
         shares = algorithm_1(*times, act_device, weights + rest * sizes.kv, weights, sizes.act, sizes.kv)
-        act, kv = (max(0.0, share) for share in shares)  # to fill a lane may take more than there is
+        act, kv = (max(0.0, share) for share in shares)  # lines 11 to 18 may need more memory than there is
         act_host = round(rest * act / (act + kv))
         return Plan(0, rest - act_host, act_host, 0, act_device)
 
     def plan(self) -> Plan:
-        """Find the division whose decode step ends first; among ties, compute least. Raises ModelError.
+        """Find the plan with the shortest decode step; among ties, the one that computes least. Raises
+        ModelError if the device has no room for two layers of weights.
 
-        What differs from the paper's:
-        - Equations 2 and 3 leave out the transfer of ACT blocks, attention, the new tokens' own products, and
-          what each mini-batch costs. Here they count, so that the lanes do end together.
-        - The device may hold weights or KV blocks too: any resident byte saves a byte of link.
-        - The lanes wait for each other in each layer (`seconds`). The paper evens the sums.
-        - The number of blocks is given. Algorithm 1 fills all of the host's memory with them.
-        With grouped queries hybrid finds the plan of `kv-only`: ACT blocks are no smaller than KV blocks."""
+        Differences from the paper:
+
+        - Equations 2 and 3 leave out the copies of ACT blocks, attention, the new tokens' own products, and
+          the cost of each mini-batch. They count here, so that both lanes really take equally long.
+        - The device may also hold weights or KV blocks: each resident byte saves a byte on the link.
+        - The lanes wait for each other in each layer (`seconds`). The paper balances their sums.
+        - The number of blocks is given. Algorithm 1 fills all of the host's memory with blocks.
+
+        With grouped-query attention `hybrid` finds the same plan as `kv-only`, since ACT blocks are then no
+        smaller than KV blocks."""
         least = min(2, self.layers) * self.sizes.weights
         if self.device < least:
             raise checkpoint.ModelError(f"Two layers take {least / 1e6:.1f} MB; enlarge --device-memory.")
@@ -179,25 +193,26 @@ class Planner(NamedTuple):
         return min(plans, key=lambda plan: (self.seconds(plan), self.lane_seconds(plan)[1], plan))
 
     def divisions(self):
-        """Yield plans: for any number of resident layers, and KV or ACT blocks in what is left of the device,
-        the best division of the other blocks, and those with one kind alone."""
+        """Yield candidate plans. For each number of resident layers, fill the rest of the device with KV or
+        with ACT blocks. For each of these, yield the best mix of host blocks and both plans without a mix."""
         for resident in range(self.layers + 1):
-            # The others come into room for two layers
+            # Weights that are not resident need buffers for two layers
             left = self.device - self.sizes.weights * (resident + 2 * (resident < self.layers))
             for on_device in ((left // self.sizes.kv, 0), (0, left // self.sizes.act)) if left >= 0 else ():
                 kv, act = (min(self.blocks, count) for count in on_device)
                 plan = Plan(resident, self.blocks - kv - act, 0, kv, act)
-                # With more ACT blocks the seconds fall, then rise: find the first that saves nothing
+                # With more ACT blocks the time falls, then rises: find the first block that saves nothing
                 best = bisect_left(range(plan.kv_host), -1e-12, key=partial(self.another_act, plan))
                 yield from map(plan.with_acts, (0, best, plan.kv_host))
 
     def another_act(self, plan: Plan, count: int) -> float:
-        """-> the seconds that one more ACT block in place of a KV block adds to a decode step."""
+        """Return by how many seconds a decode step becomes longer if one more KV block of the host becomes an
+        ACT block. The result is negative if that saves time."""
         return self.seconds(plan.with_acts(count + 1)) - self.seconds(plan.with_acts(count))
 
     def with_samples(self, samples: list[tuple]) -> "Planner":
-        """-> a planner with the costs of decode steps, each (blocks, seconds to rebuild one in a layer or 0,
-        seconds of the rest of the layer): the medians."""
+        """Return a planner with costs learned from decode steps: the medians of `samples`. Each is (blocks in
+        use, seconds to rebuild one block in a layer or 0, seconds of the rest of a layer)."""
         blocks, rebuilds, forwards = zip(*samples)
         rebuild = statistics.median([*filter(None, rebuilds)] or [self.costs.rebuild])
         costs = self.costs._replace(forward=statistics.median(forwards), rebuild=rebuild)
@@ -207,22 +222,26 @@ class Planner(NamedTuple):
 # 2. Weights ------------------------------------------------------------------------------------
 
 def stream(layers: int, resident: int) -> tuple[list[int], list[float]]:
-    """Spread the resident layers evenly -> the layers whose weights come over the link, and for each layer of
-    all the share of a layer's weights that arrives while it is computed."""
+    """Spread the `resident` layers evenly over all `layers`.
+
+    Returns: the streamed layers, whose weights are copied over the link in each step; and for each of all
+    layers the share of a streamed layer's weights that is copied while this layer is computed."""
     kept, shares = {number * layers // resident for number in range(resident)}, layers * [0.0]
     streamed = sorted({*range(layers)} - kept)
     for previous, index in zip([at - layers for at in streamed[-1:]] + streamed, streamed):
-        for at in range(previous, index):  # below 0: in the step before
+        for at in range(previous, index):  # a negative number: a layer of the previous step
             shares[at] = 1 / (index - previous)
     return streamed, shares
 
 
 class Weights:
-    """Holds all layers in host memory, and `resident` of them on the device too, spread evenly. The others
-    come into two places in turn, in portions, so that no context has to wait for a whole layer."""
+    """The weights of all layers in host memory, and copies of `resident` of them on the device.
+
+    The other layers are streamed: their weights are copied in portions into one of two device buffers while
+    earlier layers are computed. Portions let the context be copied in between."""
 
     def __init__(self, model: Llama, resident: int, link):
-        self.link, self.host, self.issued = link, model.layers, []  # issued: copies of the step
+        self.link, self.host, self.issued = link, model.layers, []  # issued: transfers of this step
         for parameter in model.layers.parameters():
             if model.device.type == "cuda" and not parameter.is_pinned():
                 memory = links.host_memory(parameter.shape, model.dtype, model.device, "A weight")
@@ -232,22 +251,23 @@ class Weights:
         for index, layer in self.resident.items():
             for parameter, weight in zip(layer.parameters(), self.host[index].parameters()):
                 parameter.data = weight.data.to(model.device)
-        self.buffers = [self.new_layer(model) for _ in range(2 if self.streamed else 0)]  # to use and to fill
+        self.buffers = [self.new_layer(model) for _ in range(2 if self.streamed else 0)]  # in use, filling
         self.fetch_next(-1)
 
     @staticmethod
     def new_layer(model: Llama) -> Layer:
-        """Room for a layer on the device."""
+        """Allocate a layer on the device."""
         return Layer(model.config, dtype=model.dtype, device=model.device).requires_grad_(False)
 
     def fetch_next(self, after: int):
-        """Fetch next the weights of the first streamed layer behind layer `after`. -1: at the beginning, and
-        after a failure."""
+        """Prepare to fetch the first streamed layer after layer `after`. -1: begin with the first one, at the
+        start and after a failure."""
         later = [index for index in self.streamed if index > after]
         self.next_streamed, self.sent, self.transfers = (later + self.streamed + [0])[0], 0.0, []
 
     def fetch(self, share: float):
-        """Issue the copy of a share of the rows of each weight that comes, or of the rows that are left."""
+        """Issue the copy of a share of the next streamed layer: of the rows of each weight. If fewer rows are
+        left, copy those."""
         if not self.streamed:
             return
         first, self.sent, pieces = self.sent, min(1.0, self.sent + share), []
@@ -259,7 +279,8 @@ class Weights:
             self.issued.append(self.transfers[-1])
 
     def layer(self, index: int) -> Layer:
-        """Wait for layer `index` -> the layer. The next one comes in its predecessor's place."""
+        """Wait for the copy of layer `index`, if it is streamed, and return the layer. Its predecessor's
+        buffer is filled next."""
         if index in self.resident:
             return self.resident[index]
         self.fetch(1.0)
@@ -271,7 +292,7 @@ class Weights:
 
 
 def await_transfer(transfer):
-    """Order a transfer before what is computed next; have the host wait only where it must."""
+    """Order a transfer before the work that is queued next. Only if that is not possible, block the host."""
     if not transfer.queue_wait():
         transfer.wait()
 
@@ -279,16 +300,17 @@ def await_transfer(transfer):
 # 3. Mini-batches -------------------------------------------------------------------------------
 
 class Item(NamedTuple):
-    """The tokens that a step computes of one request."""
+    """The tokens of one request that a step computes: `start` to `end`."""
 
     request: Request
-    start: int  # tokens of context
-    end: int  # those and the new ones
+    start: int  # number of tokens of context
+    end: int  # number of tokens with the new ones
 
 
 def form_batches(items: list[Item], rows: int) -> list[list[Item]]:
-    """Pack requests into few mini-batches of similar length, of at most `rows` tokens or of one request. Each
-    has about the plan's ratio, so that in each mini-batch rebuilding and loading are about even."""
+    """Pack requests into few mini-batches of similar length. A mini-batch has at most `rows` tokens, or only
+    one request. Each request has about the plan's ratio of kinds, so in each mini-batch rebuilding and
+    loading take about equally long."""
     total = sum(item.end for item in items)
     even = total / math.ceil(total / rows)
     formed, held = [], math.inf
@@ -302,8 +324,8 @@ def form_batches(items: list[Item], rows: int) -> list[list[Item]]:
 
 
 class KindMap:
-    """Says which kind of block each number of the pool stands for, and which one of that kind. Spreads the
-    kinds evenly: each run of numbers has the plan's ratio (equation 5), within about a block."""
+    """Maps each block number of the pool to a kind of block and to a number within that kind. The kinds are
+    spread evenly: any run of block numbers has the plan's ratio (equation 5), within about one block."""
 
     def __init__(self, plan: Plan, block_size: int):
         self.block_size, counts = block_size, plan[1:]
@@ -313,16 +335,21 @@ class KindMap:
         self.numbers = torch.cat([torch.arange(count) for count in counts])[order]  # [blocks]
 
     def slots(self, table: list[int], positions):
-        """-> kinds [n], and slots [n] in the memory of their kind, of tokens at `positions` [n]."""
+        """Look up the tokens at `positions` [n] of a block table.
+        Returns: their kinds [n], and their slots [n] in the memory of their kind."""
         blocks = torch.tensor(table, dtype=torch.long)[positions // self.block_size]
         return self.kinds[blocks], self.numbers[blocks] * self.block_size + positions % self.block_size
 
 
 def form_paper_batches(planner: Planner, kind_map: KindMap, items: list[Item], rows: int) -> list[list[Item]]:
-    """Form the paper's mini-batches (section IV-C-3). The first request that has room in the current one and
-    does not worsen its imbalance joins it; a tie joins, since equation 5 makes ties the rule, and the paper
-    wants few. When none does, the first of all begins the next one, whatever its size. Limits of ACT and of
-    KV blocks never count: the attention buffer is as long, and holds both kinds."""
+    """Form the paper's mini-batches (section IV-C-3).
+
+    Add to the current mini-batch the first request that fits and does not increase the imbalance of its
+    lanes. A tie is added too: equation 5 makes ties the rule, and the paper wants few mini-batches. If no
+    request can be added, the first request that is left begins the next mini-batch, whether it fits or not.
+
+    The paper limits ACT blocks and KV blocks separately. Here their sum is limited, since the attention
+    buffer holds both kinds and has no more rows than either limit."""
     costs, most = planner.costs, rows // kind_map.block_size
     kv_per_act = costs.rebuild / (planner.sizes.kv / planner.layers / costs.speed)
 
@@ -346,16 +373,17 @@ def form_paper_batches(planner: Planner, kind_map: KindMap, items: list[Item], r
 
 
 class Tokens(NamedTuple):
-    """Tokens of one kind, [n] each."""
+    """Tokens whose blocks are of one kind. All tensors are [n]."""
 
     slots: torch.Tensor  # in the memory of their kind
-    rows: torch.Tensor  # of the attention buffer, or of the mini-batch for new tokens
+    rows: torch.Tensor  # of the attention buffer; for new tokens: of the mini-batch
     positions: torch.Tensor
-    pairs: links.BlockPairs  # to rows from slots; of new tokens: to slots from those of one kind
+    pairs: links.BlockPairs  # copies slots to rows; for new tokens: the n computed rows to slots
 
 
 def by_kind(kinds, slots, rows, positions, device, new=False):
-    """Of tokens [n] yield those of each kind, as Tokens."""
+    """Split n tokens by the kinds of their blocks, and yield one Tokens for each kind. `kinds`, `slots`,
+    `rows`, `positions`: [n]. `new`: the tokens are computed in this step, and are copied to their slots."""
     for kind in KINDS:
         mine = kinds == kind
         tokens = slots[mine], rows[mine], positions[mine]
@@ -364,8 +392,9 @@ def by_kind(kinds, slots, rows, positions, device, new=False):
 
 
 class MiniBatch:
-    """Some requests of a step. Each has a part of the attention buffer: its context, in the order of kinds,
-    then its new tokens. (Positions are in the keys: attention reads them in any order.)"""
+    """Some of a step's requests, which are computed together. Each request has a range of rows in the
+    attention buffer: its context, ordered by kind, then its new tokens. (Keys already contain their
+    positions, so attention may read them in any order.)"""
 
     def __init__(self, items: list[Item], kind_map: KindMap, model: Llama):
         self.items, self.device, self.rows_used = items, model.device, 0
@@ -374,7 +403,7 @@ class MiniBatch:
             positions = torch.arange(end)
             kinds, slots = kind_map.slots(request.table, positions)
             order = kinds[:start].argsort(stable=True)
-            rows = self.rows_used + positions  # of the attention buffer
+            rows = self.rows_used + positions  # rows of the attention buffer
             context.append(torch.stack((kinds[order], slots[order], rows[:start], order)))
             new.append(torch.stack((kinds, slots, rows, positions))[:, start:])
             tokens += request.tokens[start:end]
@@ -387,7 +416,8 @@ class MiniBatch:
         self.rotation = model.rotary(upload(positions, self.device))
 
     def attend(self, kv, q, new_kv):
-        """Put new K and V [T, 2, KVH, hd] beside the context in `kv`, and attend to both -> [T, H, hd]."""
+        """Write the new K and V, `new_kv` [T, 2, KVH, hd], into the attention buffer `kv` [rows, 2, KVH, hd]
+        and attend with q [T, H, hd]. Returns: [T, H, hd]."""
         kv.index_copy_(0, self.rows, new_kv)
         out, at, row = [], 0, 0
         for _, start, end in self.items:
@@ -401,11 +431,13 @@ class MiniBatch:
 # 4. The runner ---------------------------------------------------------------------------------
 
 class HybridRunner:
-    """Runs the forward pass in mini-batches, over blocks of four kinds behind one pool of numbers."""
-    pieces = None  # no graphs: each pass finds the layers' weights elsewhere
+    """A Runner of chapter 02's engine that computes in mini-batches. Its pool has block numbers only; the
+    numbers stand for blocks of four kinds (KINDS), each with a memory of its own."""
+    pieces = None  # no CUDA graphs: streamed weights change their device address
 
     def __init__(self, model: Llama, plan: Plan, bandwidth, block_size=16, rows=8192):
-        """`bandwidth`: of a modelled link, None on a GPU. `rows`: tokens of context on the device at once."""
+        """`bandwidth`: of a modelled link, in bytes per second; None on a GPU. `rows`: how many tokens of
+        context the attention buffer holds."""
         self.model, self.plan, self.form_batches = model, plan, form_batches
         self.kind_map = KindMap(plan, block_size)
         self.rows = max(rows, model.config.max_position_embeddings)
@@ -415,10 +447,10 @@ class HybridRunner:
         self.save_link = hardware.connect("save", self.clock, bandwidth)
         empty = partial(torch.empty, dtype=model.dtype, device=model.device)
         on_host = partial(links.host_memory, dtype=model.dtype, device=model.device, what="The host's blocks")
-        # A token's KV, and its ACT
+        # Shapes of one token's KV and of its ACT
         shapes = (2, model.config.num_key_value_heads, model.config.head_dim), (model.config.hidden_size,)
-        self.buffers = [[empty((self.rows, *shape)) for shape in shapes] for _ in range(2)]  # to use, to fill
-        # Of the last step: mini-batches, (label, start, end), copies; and copies of the step before it
+        self.buffers = [[empty((self.rows, *shape)) for shape in shapes] for _ in range(2)]  # in use, filling
+        # Last step: mini-batches, (label, start, end) of its work, transfers. Step before it: transfers
         self.last, self.marks, self.transfers, self.earlier = [], [], [], []
         self.weights, self.memory = Weights(model, plan.resident, self.load_link), []
         for kind, count in enumerate(plan[1:]):
@@ -429,8 +461,11 @@ class HybridRunner:
 
     @torch.inference_mode()
     def forward(self, work: list, before_layer=None):
-        """Compute the next `count` tokens of each request in `work` -> a batch with the work in the order of
-        mini-batches, and logits [R, V]."""
+        """Called by the engine for each step. `work`: (request, count) pairs: compute the next `count` tokens
+        of each request.
+
+        Returns: a batch whose `work` is in the order of mini-batches, and logits [R, V]. If the step fails,
+        the runner forgets all copies under way, and the engine runs the step again."""
         self.marks, self.transfers, self.earlier = [], [], self.transfers
         self.weights.issued = self.transfers
         try:
@@ -442,13 +477,15 @@ class HybridRunner:
         return SimpleNamespace(work=[(item.request, item.end - item.start) for item in items]), logits
 
     def step(self, work: list) -> tuple:
-        # 1. Mini-batches
+        """Compute a step. Returns: its mini-batches, and logits [R, V]."""
+        # 1. Form mini-batches
         items = [Item(one, one.computed, one.computed + count) for one, count in work]
         batches = [MiniBatch(some, self.kind_map, self.model) for some in self.form_batches(items, self.rows)]
         arrival, total, self.saves = self.copy_in(0, batches[0]), sum(one.rows_used for one in batches), []
 
-        # 2. Layer by layer, mini-batch by mini-batch: while one computes, the next one's context arrives, and
-        #    a portion of the next layer's weights; behind the last layer come those of the next step's first
+        # 2. Go through the layers, and in each layer through the mini-batches. While one mini-batch is
+        #    computed, copy the context of the next one and a portion of the next streamed layer's weights.
+        #    After the last streamed layer, begin to copy the first one for the next step
         order = [(index, batch) for index in range(len(self.model.layers)) for batch in batches]
         for (index, batch), following in zip(order, [*order[1:], None]):
             if batch is batches[0]:
@@ -460,7 +497,7 @@ class HybridRunner:
             self.compute(index, layer, batch, kv)
             arrival = next_arrival
 
-        # 3. The logits of each request's last token. What was computed is in its blocks
+        # 3. Compute the logits of each request's last token, and wait until new tokens are in their blocks
         began, row, rows = self.clock.mark(), -1, []
         for request, start, end in (item for batch in batches for item in batch.items):
             row += end - start
@@ -476,9 +513,11 @@ class HybridRunner:
     # The link and the processor
 
     def copy_in(self, index: int, batch: MiniBatch) -> tuple:
-        """Issue the transfers of a mini-batch's context in one layer, to the rows where it is needed -> what
-        `rebuild` takes: the buffers [rows, 2, KVH, hd] and [rows, D], and transfers of ACT and KV or None."""
-        kv, act = self.buffers[0]  # of two pairs the one used longer ago: what reads it is queued already
+        """Issue the copies of a mini-batch's host context in layer `index`, to its rows of the buffers.
+
+        Returns: the arguments of `rebuild`: the mini-batch, the buffers [rows, 2, KVH, hd] and [rows, D], and
+        the transfers of ACT and of KV (None: nothing to copy)."""
+        kv, act = self.buffers[0]  # the pair that was used longer ago: work that reads it is already queued
         self.buffers.reverse()
         transfers = []
         for kind, into, label in (ACT_HOST, act, "act"), (KV_HOST, kv, "kv"):
@@ -490,7 +529,8 @@ class HybridRunner:
         return batch, kv, act, *transfers
 
     def rebuild(self, index: int, layer: Layer, batch: MiniBatch, kv, act, act_copy, kv_copy):
-        """Complete K and V of the whole context -> the attention buffer `kv`, [rows, 2, KVH, hd]."""
+        """Complete the K and V of a mini-batch's context: copy the device's KV blocks, project its ACT
+        blocks, then wait for the host's blocks. Returns: the attention buffer `kv`, [rows, 2, KVH, hd]."""
         kvs, acts, host = (batch.context[kind] for kind in (KV_DEVICE, ACT_DEVICE, ACT_HOST))
         kv.index_copy_(0, kvs.rows, self.memory[KV_DEVICE][index].index_select(0, kvs.slots))
         if len(acts.slots):
@@ -503,7 +543,8 @@ class HybridRunner:
         return kv
 
     def project(self, layer: Layer, states, where, tokens: Tokens, kv):
-        """Project the `states` [., D] in places `where` [n] to K and V, into the rows of `kv` of `tokens`."""
+        """Project the rows `where` [n] of `states` [., D] to K and V. Write them to the rows of `tokens` in
+        `kv`, [rows, 2, KVH, hd]."""
         began = self.clock.mark()
         portions = (each.split(ROWS) for each in (where, tokens.rows, tokens.positions))
         for slots, rows, positions in zip(*portions):
@@ -513,7 +554,8 @@ class HybridRunner:
         self.marks.append(("rebuild", began, self.clock.mark()))
 
     def compute(self, index: int, layer: Layer, batch: MiniBatch, kv):
-        """Compute the layer for the new tokens, and store their K and V, or its input, in their blocks."""
+        """Compute layer `index` for the new tokens of a mini-batch. Store their K and V in KV blocks, or the
+        layer's input in ACT blocks."""
         began, hidden, new = self.clock.mark(), batch.hidden, []
 
         def attend(q, k, v):
@@ -532,7 +574,8 @@ class HybridRunner:
                 self.transfers.append(self.saves[-1])
 
     def forget(self):
-        """Begin anew: wait until all copies are over, and use nothing of them."""
+        """Wait until all transfers have completed or failed, and discard them. The next step fetches
+        everything again."""
         for transfer in [*self.earlier, *self.transfers]:
             with suppress(links.TransferError):
                 transfer.wait()
@@ -540,7 +583,7 @@ class HybridRunner:
         self.marks, self.transfers, self.earlier = [], [], []
 
     def step_costs(self) -> tuple:
-        """-> a sample for Planner.after, of the last step, in which all requests decoded."""
+        """Return a sample for `Planner.with_samples` from the last step, in which all requests decoded."""
         layers, size, seconds = len(self.model.layers), self.pool.block_size, dict(rebuild=0.0, forward=0.0)
         for label, began, ended in self.marks:
             seconds[label] += self.clock.seconds(ended) - self.clock.seconds(began)
@@ -549,16 +592,17 @@ class HybridRunner:
         return sum(blocks), seconds["rebuild"] / acts if acts else 0.0, seconds["forward"] / layers
 
 
-# 5. The engine, and what it is measured with ---------------------------------------------------
+# 5. The engine, and measuring its costs --------------------------------------------------------
 
 def sizes_of(model: Llama, block_size: int) -> Sizes:
+    """Return the bytes of the model's layers and blocks."""
     config, numbers = model.config, sum(parameter.numel() for parameter in model.layers[0].parameters())
     act, kv = config.num_hidden_layers * config.hidden_size, config.kv_numbers_per_token
     return Sizes(*(count * model.dtype.itemsize for count in (numbers, block_size * act, block_size * kv)))
 
 
 def make_runner(planner: Planner, model: Llama, bandwidth, rows=8192) -> HybridRunner:
-    """-> a runner of the planner's plan; of the paper's, with its mini-batches."""
+    """Make a runner with the planner's plan. Policy `paper` also uses the paper's mini-batches."""
     runner = HybridRunner(model, planner.plan(), bandwidth, planner.block_size, rows)
     if planner.policy == "paper":
         runner.form_batches = partial(form_paper_batches, planner, runner.kind_map)
@@ -566,7 +610,8 @@ def make_runner(planner: Planner, model: Llama, bandwidth, rows=8192) -> HybridR
 
 
 def decode_engine(runner: HybridRunner, contexts: list[int]) -> paged.Engine:
-    """-> an engine whose requests are about to decode, behind contexts that were filled with a number."""
+    """Make an engine for timing decode steps: one running request for each of `contexts` (tokens), whose
+    blocks are filled with a constant."""
     engine = paged.Engine(runner, max_running=len(contexts))
     for memory in runner.memory:
         memory.fill_(0.1)
@@ -579,22 +624,22 @@ def decode_engine(runner: HybridRunner, contexts: list[int]) -> paged.Engine:
 
 
 def measure(planner: Planner, model: Llama, bandwidth, contexts: list[int], rows=8192) -> Planner:
-    """Measure a few decode steps -> `planner` with their costs. Raises ModelError."""
+    """Run a few decode steps. Returns: `planner` with their costs. Raises ModelError if a step fails."""
     engine, samples = decode_engine(make_runner(planner, model, bandwidth, rows), contexts), []
     for _ in range(8):
         engine.step()
         if engine.failures:
-            words = "A decode step, to measure, has failed; choose fewer --blocks or a smaller --mini-batch."
+            words = "A measured decode step has failed; choose fewer --blocks or a smaller --mini-batch."
             raise checkpoint.ModelError(words)
         samples.append(engine.runner.step_costs())
     engine.runner.forget()
-    engine.runner = None  # its memory is free now; the engine itself is when the collector finds it
+    engine.runner = None  # free its memory now; the engine itself waits for the garbage collector
     return planner.with_samples(samples[1:])
 
 
-def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
-    """-> a planner for these options, with the costs of steps that have ACT blocks alone; and the modelled
-    link's bandwidth, None on a GPU."""
+def make_planner(model: Llama, arguments) -> tuple[Planner, modelled_link.Bandwidth | None]:
+    """Make a planner from the command line's options. Its costs are measured in steps with only ACT blocks.
+    Returns: the planner, and the modelled link's bandwidth (None on a GPU). Raises ModelError."""
     size, layers, sizes = arguments.block_size, len(model.layers), sizes_of(model, arguments.block_size)
     useful = arguments.max_running * -(-model.config.max_position_embeddings // size)
     largest = max(sizes.kv, sizes.act) if arguments.policy in ("act-only", "paper") else sizes.kv
@@ -610,7 +655,7 @@ def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
     planner = Planner(arguments.policy, Costs(speed, 0.0, 0.0), sizes, layers, blocks, int(device), size)
     requests = max(1, min(arguments.max_running, blocks, PROBE // size))
     tokens = max(1, min(min(PROBE, blocks * size) // requests, model.config.max_position_embeddings) - 8)
-    held = requests * (1 + -(-(tokens + 8) // size))  # 8: a few steps follow
+    held = requests * (1 + -(-(tokens + 8) // size))  # 8 steps are measured, with one more token in each
     probe = planner._replace(policy="act-only", device=2 * sizes.weights, blocks=held)
     unlimited = bandwidth and modelled_link.Bandwidth(math.inf)
     probe = measure(probe, model, unlimited, requests * [tokens], arguments.mini_batch)
@@ -618,7 +663,8 @@ def make_planner(model: Llama, arguments) -> tuple[Planner, object]:
 
 
 def make_engine(model: Llama, arguments) -> paged.Engine:
-    """Chapter 02's engine with this chapter's Runner. The model's layers are in host memory."""
+    """Make chapter 02's engine with this chapter's Runner, and print its plan to stderr. The model's layers
+    must be in host memory."""
     planner, bandwidth = make_planner(model, arguments)
     runner = make_runner(planner, model, bandwidth, arguments.mini_batch)
     plan = runner.plan
@@ -636,13 +682,13 @@ def make_engine(model: Llama, arguments) -> paged.Engine:
 
 # 6. The demo -----------------------------------------------------------------------------------
 
-GEOMETRY, CONTEXTS = "random:long", 16 * [128]  # of the decode steps that are timed: model, tokens each
-FACTORS = 1.25, 2.5  # weights and context over the link, over computing with ACT blocks alone
+GEOMETRY, CONTEXTS = "random:long", 16 * [128]  # timed decode steps: the model, and each request's tokens
+FACTORS = 1.25, 2.5  # f: seconds to load all weights and the context as KV / to compute with only ACT blocks
 
 
 def one_step(engine: paged.Engine) -> tuple[float, Timeline]:
-    """-> seconds of a decode step, and who was busy."""
-    engine.step()  # not counted: its copies began while another engine computed
+    """Time a decode step. Returns: its seconds, and a timeline of its lanes."""
+    engine.step()  # not counted: its first copies began while another engine computed
     timeline, runner = Timeline(), engine.runner
     engine.step()
     ended = time.perf_counter()
@@ -657,12 +703,12 @@ def one_step(engine: paged.Engine) -> tuple[float, Timeline]:
 
 
 def demo(model: Llama, frontend: Frontend, arguments):
-    """A batch answered under each policy, and decode steps of a larger geometry over two links."""
-    # 1. Ask: six conversations at once
+    """Answer a batch under each policy. Then time decode steps of a larger model over two links."""
+    # 1. Ask in six conversations at once
     rng, new, asked = random.Random(0), max(4, min(arguments.max_tokens, 8)), []
     talks = [lesson.conversation(frontend, rng, min(128, frontend.context // 16)) for _ in range(6)]
     options = vars(arguments) | dict(policy="hybrid", max_running=6, blocks=6 * 32, mini_batch=1024)
-    if (real := model.device.type == "cuda"):  # all would fit, and nothing travel; a byte more: rounding
+    if (real := model.device.type == "cuda"):  # else everything would fit on the device. 1: against rounding
         options["device_memory"] = ((2 + len(model.layers) // 2) * sizes_of(model, 16).weights + 1) / 1e9
     planner, bandwidth = make_planner(model, argparse.Namespace(**options))
     for policy in POLICIES:
@@ -680,10 +726,10 @@ def demo(model: Llama, frontend: Frontend, arguments):
     planner, bandwidth = make_planner(big, argparse.Namespace(**options))
     planner = planner._replace(device=(2 + layers // 2) * planner.sizes.weights)
     print(
-        f"Decode steps of {batch} requests behind {CONTEXTS[0]} tokens each, on {GEOMETRY}, since the "
-        "answers' model is\ntoo small to keep two lanes busy. "
-        f"{'As above, the' if real else 'The'} device has room for {layers // 2} of {layers} layers of "
-        f"{planner.sizes.weights / 1e6:.1f} MB\nbeside two that come and go, or for as many bytes of blocks."
+        f"Decode steps of {batch} requests behind {CONTEXTS[0]} tokens each, on {GEOMETRY} (the other model "
+        f"is too small).\n{'As above, the' if real else 'The'} device has room for {layers // 2} of {layers} "
+        f"layers of {planner.sizes.weights / 1e6:.1f} MB and two streamed ones, or for blocks.\nf: time to "
+        "load all weights and all context as KV blocks, over time to compute with ACT blocks only."
     )
     for f in FACTORS if model.device.type == "cpu" else (None,):
         if f:
@@ -692,15 +738,16 @@ def demo(model: Llama, frontend: Frontend, arguments):
         found, link, timeline = time_policies(measure(planner, big, bandwidth, CONTEXTS), big, bandwidth, f)
         rows += found
     print(
-        "(w, k, a: weights, KV, ACT blocks come; s: stored; r: rebuilt, f: forward)\n\nThe lane that is late "
-        "alone counts. And where one device does not compute fast enough, or has too\nlittle link? Several "
-        "may divide what each chapter keeps: chapter 09."
+        "(w: weights, k: KV, a: ACT blocks; s: new tokens; r: rebuild, f: forward)\n\nOnly the slower lane "
+        "counts; a plan may lose if other programs take the cores. What if one device or its\nlink is too "
+        "slow? Chapter 09 divides over several devices what a chapter keeps."
     )
     return dict(link=link, verified=verified, rows=rows), [timeline, asked[0].timeline]
 
 
 def time_policies(planner: Planner, model: Llama, bandwidth, f: float | None) -> tuple:
-    """Time decode steps under each policy in turn, and print a table -> rows, the link, hybrid's timeline."""
+    """Time decode steps under each policy in turn, and print a table.
+    Returns: the rows, the link, and a timeline of `hybrid`."""
     runners = {policy: make_runner(planner._replace(policy=policy), model, bandwidth) for policy in POLICIES}
     engines = {policy: decode_engine(runner, CONTEXTS) for policy, runner in runners.items()}
     taken = lesson.in_turn({policy: partial(one_step, each) for policy, each in engines.items()}, warm_up=0)
@@ -718,10 +765,10 @@ def time_policies(planner: Planner, model: Llama, bandwidth, f: float | None) ->
             f"{row['act']:4.0%} ACT; on the device {plan.resident} layers and {sum(plan[3:])} blocks"
         )
     hybrid, kv, act, _ = (row["tokens_per_second"] for row in rows)
-    why = "each kind alone leaves a lane idle" if 0.1 < rows[0]["act"] < 0.9 else "there is little to mix"
+    why = "one kind alone leaves a lane idle" if 0.1 < rows[0]["act"] < 0.9 else "there is little to mix"
     print(
-        f"  hybrid: {hybrid / kv:.2f}x kv-only and {hybrid / act:.2f}x act-only, "
-        f"with {rows[0]['act']:.0%} of the blocks ACT: {why}"
+        f"  hybrid: {hybrid / kv:.2f}x kv-only and {hybrid / act:.2f}x act-only. "
+        f"Planned with {rows[0]['act']:.0%} ACT blocks: by the measured costs {why}"
     )
     print(charts.chart(timeline := taken["hybrid"][-1][1]))
     return rows, link, timeline
@@ -731,12 +778,12 @@ def time_policies(planner: Planner, model: Llama, bandwidth, f: float | None) ->
 
 def add_arguments(parser):
     number, gigabytes = partial(cli.bounded, int, 1), cli.bounded(float, 1e-6, 1e6)
-    add, words = parser.add_argument, "what the context is kept as (hybrid); paper: as CAPTURE has it"
+    add, words = parser.add_argument, "how to keep the context (hybrid); paper: by CAPTURE's algorithm"
     add("--policy", choices=POLICIES, default="hybrid", help=words)
-    words = "of the device, for weights and blocks (on a GPU what is free, at most; else half of the layers)"
+    words = "device memory for weights and blocks (a GPU's free memory; without a GPU half of the layers)"
     add("--device-memory", type=gigabytes, metavar="GB", help=words)
-    add("--blocks", type=number(1 << 24), metavar="N", help="blocks of all kinds (as useful)")
-    words = "tokens of context that are on the device at once (8192)"
+    add("--blocks", type=number(1 << 24), metavar="N", help="blocks of all kinds (as many as are useful)")
+    words = "tokens of context that are on the device at the same time (8192)"
     add("--mini-batch", type=number(1 << 20), metavar="TOKENS", default=8192, help=words)
     add("--block-size", type=number(1 << 16), metavar="N", default=16, help="tokens per block (16)")
     add("--token-budget", type=number(1 << 20), metavar="N", default=8192, help="tokens per step (8192)")
@@ -745,14 +792,14 @@ def add_arguments(parser):
 
 
 def load(name: str, dtype: str = "auto", device: str = "auto"):
-    """Load as checkpoint.load does, but leave the layers' weights in host memory."""
+    """Load a model as `checkpoint.load` does, but leave the weights of its layers in host memory."""
     loaded = checkpoint.load(name, dtype, device, on_host=True)
     layers_on_host(loaded[0], checkpoint.pick_device(device))
     return loaded
 
 
 def layers_on_host(model: Llama, device: str):
-    """Move all but the layers of a model in host memory to `device`, which computes."""
+    """Prepare a model in host memory to compute on `device`: move everything there but its layers."""
     model.device = torch.device(device)
     for part in model.rotary, model.norm, model.head:
         part.to(device)

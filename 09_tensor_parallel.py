@@ -1,39 +1,45 @@
-"""Chapter 09: state that is divided over ranks.
+"""Chapter 09: divide the cache over ranks (tensor parallelism).
 
-The problem. A model that is divided over several GPUs divides its KV cache with it, and a question is new: do
-all ranks agree on what is there? If one restores while another computes, they take part in different sums:
-both hang, or both write nonsense.
+The problem. A model that is divided over several GPUs divides its KV cache too. This raises a new question:
+do all ranks agree on which data is there? If one rank restores while another one computes, they call
+different collectives. Then both ranks hang, or both write wrong data.
 
-The mechanism. The model is divided as Megatron does: a rank has an n-th of the heads and of the MLP's
-columns, and sums over ranks follow attention and MLP. Its device has the blocks of its own KV heads.
+The mechanism. The model is divided as in Megatron-LM. Of n ranks each has 1/n of the attention heads and of
+the MLP's columns, and a sum over ranks follows each attention and each MLP. The device of a rank has the
+blocks of the rank's own KV heads.
 
-    keeps           a rank loads               of one rank's bytes     between ranks
-    K and V (03)    its own heads' blocks      max(1/n, 1/KV heads)    nothing
-    states (04)     its columns of all rows    1/n                     all-gather a layer, then it projects
+    keeps                  each rank loads           share of all bytes      exchanged between ranks
+    K and V (03)           its own heads' blocks     max(1/n, 1/KV heads)    nothing
+    hidden states (04)     its columns of all rows   1/n                     an all-gather for each layer
 
-Hidden states are the same on all ranks: each keeps an n-th of the columns, and an all-gather puts the whole
-rows of a layer together while the next layer travels. Projecting them sums in the order of one rank. (In
-HCache ranks divide rows; why columns, and what chapter 05 would have to agree on: docs/lessons.)
+Hidden states are the same on all ranks. So each rank keeps 1/n of their columns. To restore a layer, an
+all-gather joins the columns to whole rows while the next layer is copied; then each rank projects them to K
+and V of its own heads. The projection adds in the same order as on one rank, so its bits are the same. (In
+HCache ranks divide rows. The lesson explains why we divide columns, and what chapters 05 and 06 would have to
+agree on.)
 
-Agreement. Every rank runs the same engine on the same requests, and sends no decision: equal engines decide
-alike if they believe the same. Each rank alone knows a few numbers; all believe the minimum over ranks:
+Agreement. Every rank runs the same engine on the same requests. No rank sends its decisions: engines decide
+alike if they work with the same numbers. A few numbers are known to one rank only. For these all ranks use
+the minimum over ranks:
 
-    a transfer        0 on its way    1 failed    2 arrived                         once a step
-    storage's answer  0 on its way    1 failed    2 + pages, up to the first gap    once a step
-    a restoration, and a request in line    0 too late    1 in time                 once a step
-    a match           0 computing is sooner    1 loading is                         once an admission
-    the last layer    0 something is missing here    1 all is here                  once a restoration
+    a transfer                0 under way    1 failed    2 arrived                        each step
+    an answer of storage      0 under way    1 failed    2 + pages before the first gap   each step
+    a deadline                0 passed    1 not passed                                    each step
+    a match                   0 compute    1 load                                         each admission
+    the last layer's copy     0 some layer is missing    1 all layers are there           each restoration
 
-The last one is for a pass that waits for a restoration (`AgreedTransfer.queue_wait`). "Too late" stays: what
-arrives later is not used. Rank 0 hears what is asked, and tells it with the agreement of a step
-(shell/ranks.py).
+A restoration has a deadline, and so has a queued request that waits for storage. Once the ranks have agreed
+that a deadline has passed, they do not use data that arrives later. The last row is for a forward pass that
+waits for a restoration (`AgreedTransfer.queue_wait`). Rank 0 receives the users' requests and sends them to
+the other ranks with the agreement of a step (shell/ranks.py).
 
-With `--storage` K and V go to storage too, an object for each page and KV head: any number of ranks reads
-what any other has written, and all read the pages that every rank finds: the least hit count. With fewer KV
-heads than ranks, ranks share a head, and its objects are the same on each: the first writes, all read.
+With `--storage` K and V are also written to storage: one object for each page and KV head. Any number of
+ranks can read what another number of ranks has written. All ranks read the pages that every rank has found,
+which is the minimum of their hit counts. If there are fewer KV heads than ranks, several ranks share a head:
+the first of them writes its objects, and all of them read.
 
-Sources: Megatron-LM (Shoeybi et al., 2019, section 3); HCache (EuroSys '25), section 5; HiCache (the design
-document of SGLang) on several ranks and `page_head`.
+Sources: Megatron-LM (Shoeybi et al., 2019, section 3); HCache (EuroSys '25), section 5; HiCache (SGLang's
+design document), on several ranks and on the layout `page_head`.
 
     python 09_tensor_parallel.py --demo --ranks 2
     python 09_tensor_parallel.py --keep states             # the server, on http://127.0.0.1:5000
@@ -78,30 +84,32 @@ ON_ITS_WAY, FAILED, ARRIVED = range(3)
 # 1. The model, divided -------------------------------------------------------------------------
 
 class Sharding:
-    """Gives a rank its part of a model."""
+    """Divides a model: says which part of each weight belongs to this rank, and joins the parts' results."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
 
     def config(self, whole):
-        """-> the config of this rank's part. Raises ModelError."""
+        """Return the config of this rank's part of a model. `whole`: the model's config. Raises ModelError if
+        the ranks cannot divide it evenly."""
         n, heads = self.ranks.count, whole.num_key_value_heads
         sizes = whole.num_attention_heads, whole.intermediate_size, whole.vocab_size, whole.hidden_size
         if any(size % n for size in sizes) or max(heads, n) % min(heads, n):
             raise checkpoint.ModelError(
                 f"{n} ranks cannot divide {sizes[0]} heads, {heads} KV heads, {sizes[1]} columns of the MLP "
-                f"and {sizes[2]} tokens evenly; choose another --ranks."
+                f"and {sizes[2]} tokens of the vocabulary evenly; choose another --ranks."
             )
         self.kv_heads, first = heads, self.ranks.rank * heads // n
-        self.own_kv_heads = range(first, first + max(1, heads // n))  # of the whole model's
-        self.writes = self.ranks.rank * heads % n == 0  # the first of those that share them
+        self.own_kv_heads = range(first, first + max(1, heads // n))  # numbers in the whole model
+        self.writes = self.ranks.rank * heads % n == 0  # the first of the ranks that share these heads
         return replace(
             whole, num_attention_heads=sizes[0] // n, num_key_value_heads=len(self.own_kv_heads),
             intermediate_size=sizes[1] // n, tie_word_embeddings=False,
         )  # fmt: skip
 
     def divide(self, model):
-        """Join what the parts compute: sums over ranks, and logits of all tokens, the same bits on each."""
+        """Add collectives to this rank's part of the model: a sum over ranks after each attention and each
+        MLP, and an all-gather of the logits. Afterwards every rank has the same bits."""
         config, where = model.config, dict(dtype=model.dtype, device=model.embedding.device)
         model.sharding = self
         model.head = Linear(config.hidden_size, config.vocab_size // self.ranks.count, False, **where)
@@ -111,9 +119,9 @@ class Sharding:
                 linear.register_forward_hook(lambda linear, inputs, out: self.ranks.all_sum(out))
 
     def fill(self, target, name: str, whole):
-        """Copy this rank's part of a weight to its `target`."""
+        """Copy this rank's part of the weight `whole` to `target`. Called for each weight while loading."""
         rank, n = self.ranks.rank, self.ranks.count
-        if "o_proj" in name or "down_proj" in name:  # some of the inputs; what is added once is rank 0's
+        if "o_proj" in name or "down_proj" in name:  # divide the inputs; only rank 0 adds the bias
             whole = whole.chunk(n, 1)[rank] if whole.ndim == 2 else whole * (rank == 0)
         elif any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")):
             pieces = min(n, self.kv_heads) if "k_proj" in name or "v_proj" in name else n
@@ -124,23 +132,27 @@ class Sharding:
 # 2. Agreement ----------------------------------------------------------------------------------
 
 class AgreedTransfer(links.Transfer):
-    """A transfer as all ranks see it: over when it is over on all of them, failed if it has failed on any."""
+    """A transfer as all ranks see it. It is complete once it is complete on all ranks, and it has failed if
+    it has failed on any. The ranks have agreed on `state`: ON_ITS_WAY, FAILED, or ARRIVED + a number."""
 
-    issued = 0.0  # only the restoration's deadline counts: the ranks agree on that
+    issued = 0.0  # no grace period: only the restoration's deadline counts, because the ranks agree on it
 
     def __init__(self, own: links.Transfer, cache: "SyncedCache", number):
+        """`own`: this rank's transfer. `number(value)`: the number in its value to agree on."""
         self.own, self.cache, self.number, self.state = own, cache, number, ON_ITS_WAY
         self.lane, self.label = own.lane, own.label
-        self.restoration, self.last = None, False  # whose it is, and whether it brings the last layer
+        self.restoration, self.last = None, False  # its restoration, and whether it copies the last layer
 
     def local_state(self) -> int:
+        """Return the state of this rank's own transfer."""
         if not self.own.ready:
             return ON_ITS_WAY
         return FAILED if self.own.error is not None else ARRIVED + self.number(self.own.value)
 
     @property
     def ready(self) -> bool:
-        """Whether it is over on all ranks; the last layer's also waits for earlier ones that were skipped."""
+        """True if it has ended on all ranks. The last layer's transfer must also wait for earlier transfers,
+        because a forward pass may have gone on without them."""
         passed = self.restoration.completed if self.last else ()
         return self.state != ON_ITS_WAY and all(one.state != ON_ITS_WAY for one in passed)
 
@@ -149,8 +161,11 @@ class AgreedTransfer(links.Transfer):
         return links.TransferError("on a rank") if self.state == FAILED else None
 
     def queue_wait(self) -> bool:
-        """In the forward pass: wait for this rank's own copy (a GPU's stream does), or go on with whatever is
-        there. In the last layer agree whether all ranks have all. Raises TransferError if not."""
+        """Called in a forward pass: wait for this rank's own copy (on a GPU the stream waits). If the copy
+        has failed or is late, go on without it: the other ranks wait for this rank's part of each sum.
+
+        In the last layer all ranks agree whether every copy has arrived. Raises TransferError if not; then
+        every rank discards the step."""
         until, agree = self.cache.until, self.cache.agree
         try:
             if not self.own.queue_wait():
@@ -166,25 +181,30 @@ class AgreedTransfer(links.Transfer):
 
 
 class SyncedCache(Cache):
-    """Put before a chapter's Cache among the bases, this has it do the same on all ranks. Three calls are
-    collective: `poll`, `agree` after a `match`, and `agree` in the `queue_wait` of a last layer."""
+    """A mixin that makes a chapter's Cache act alike on all ranks. It must come before that Cache among the
+    base classes.
 
-    longest_save = math.inf  # no clock decides what is saved
+    Three calls are collective, so all ranks must reach them in the same order: `poll`, `agree` after a
+    `match`, and `agree` in the `queue_wait` of a last layer."""
+
+    longest_save = math.inf  # do not decide by a clock whether to save: clocks differ between ranks
 
     def __init__(self, ranks: Ranks, *what):
         super().__init__(*what)
         self.ranks = ranks
-        self.commands: deque = deque()  # of rank 0, for all; a Request goes as its id()
-        self.received: deque = deque()  # those that all ranks are to do now
-        self.agreed: list[AgreedTransfer] = []  # those that may be under way, oldest first
-        self.until = WeakKeyDictionary()  # restoration, or request in line -> its deadline here; 0: failed
+        self.commands: deque = deque()  # on rank 0: to be sent to all ranks; a Request is sent as its id()
+        self.received: deque = deque()  # commands that all ranks must execute now
+        self.agreed: list[AgreedTransfer] = []  # transfers that may still be under way, oldest first
+        self.until = WeakKeyDictionary()  # restoration or queued request -> this rank's deadline; 0: failed
 
     def agree(self, fact):
+        """Return True if `fact` holds on all ranks. Collective."""
         return self.ranks.all_true(fact)
 
     def poll(self):
-        """Agree on all that is under way, and hear what rank 0 has to say."""
-        # 1. What this rank knows, in an order that is the same on all
+        """Agree on the state of all transfers and deadlines, and receive rank 0's commands. The engine calls
+        this once in each step. Collective."""
+        # 1. Collect what this rank knows, in an order that is the same on all ranks
         awaited = [(one.restoration, "deadline") for one in self.engine.running if one.restoration]
         awaited += [(one, "wait_deadline") for one in self.engine.waiting if one in self.until]
         self.agreed = [one for one in self.agreed if not one.ready]
@@ -193,56 +213,58 @@ class SyncedCache(Cache):
         commands = [self.commands.popleft() for _ in range(len(self.commands))]
         message = json.dumps(commands, default=id).encode() if commands else b""
         size = len(message) if self.ranks.rank == 0 else sys.maxsize  # the minimum is rank 0's
-        # 2. What all may believe
+        # 2. Take the minimum over ranks
         size, *facts = self.ranks.all_min([size, *map(int, facts)])
         for (one, limit), in_time in zip(awaited, facts):
             setattr(one, limit, math.inf if in_time else 0.0)
         for transfer, state in zip(self.agreed, facts[len(awaited) :]):
             transfer.state = state
-        # 3. What follows from it
+        # 3. Release what has completed, and read the commands
         super().poll()
         self.received += json.loads(self.ranks.broadcast(message, size)) if size else ()
 
     def agree_on(self, transfer: links.Transfer, number=lambda value: 0) -> AgreedTransfer:
-        """Agree on a transfer from now on, and on a `number` that its value says here."""
+        """Return the AgreedTransfer of this rank's `transfer`, and agree on it in each `poll` from now on.
+        `number(value)`: a number in the transfer's value, on whose minimum the ranks agree too."""
         if not hasattr(transfer, "agreed"):
             transfer.agreed = AgreedTransfer(transfer, self, number)
             self.agreed.append(transfer.agreed)
         return transfer.agreed
 
     def hold(self, lane, transfers, *held, **options):
-        """Release on all ranks in the same step."""
+        """Hold blocks as Cache.hold does, but release them on all ranks in the same step."""
         super().hold(lane, [self.agree_on(transfer) for transfer in transfers], *held, **options)
 
     def submitted(self, request):
         if request.wait_deadline < math.inf:
             self.until[request] = request.wait_deadline
-            request.wait_deadline = math.inf  # until poll says that it is over on a rank
+            request.wait_deadline = math.inf  # `poll` sets it to 0 when it has passed on any rank
         super().submitted(request)
 
     def restore(self, request, restoration, match):
         self.until[restoration] = restoration.deadline
-        restoration.deadline = math.inf  # until poll says that it is over on a rank
+        restoration.deadline = math.inf  # `poll` sets it to 0 when it has passed on any rank
         with closing(super().restore(request, restoration, match)) as generator:
             for transfer in map(self.agree_on, generator):
                 transfer.restoration = restoration
                 transfer.last = restoration.layers == len(self.model.layers) - 1
                 yield transfer
-                if not restoration.deadline:  # a pass may have gone on without a copy that was late here
+                if not restoration.deadline:  # a pass may have gone on without a copy that was late
                     raise links.TransferError("a copy is late on a rank")
 
 
 # 3. What a rank keeps --------------------------------------------------------------------------
 
 class KVCache(SyncedCache, offload.HostCache):
-    """Chapter 03's Cache: the K and V of a rank's heads."""
+    """Chapter 03's Cache for the K and V of this rank's heads."""
 
 
 class ColumnsCache(SyncedCache, hidden_states.HiddenCache):
-    """Chapter 04's Cache, which keeps a rank's columns of each layer's input."""
+    """Chapter 04's Cache for this rank's columns of each layer's input."""
 
     @property
     def width(self) -> int:
+        """The number of columns that this rank keeps, D / n."""
         return super().width // self.ranks.count
 
     def save_layer(self, layer, hidden, batch):
@@ -250,44 +272,49 @@ class ColumnsCache(SyncedCache, hidden_states.HiddenCache):
 
     def copy_layer(self, loading, layer, *what):
         super().copy_layer(loading, layer, *what)
-        self.agree_on(loading.transfers[layer])  # also before it is this layer's turn
+        self.agree_on(loading.transfers[layer])  # begin to agree before the restoration waits for this layer
 
     def project(self, layer, hidden, rotation, slots):
-        """Gather the columns [T, D / n] of all ranks first. Layer 0's input, the embedding, is whole."""
+        """Gather the columns [T, D / n] of all ranks, then project. Layer 0's input, the embedding, is whole
+        on each rank. Collective."""
         super().project(layer, self.ranks.all_gather(hidden) if layer else hidden, rotation, slots)  # [T, D]
 
 
 class PageHeadCache(KVCache):
-    """Chapter 03's Cache, and storage for any number of ranks: an object for each page and KV head."""
+    """Chapter 03's Cache with storage behind it. A page has one object for each KV head, so a different
+    number of ranks can read it."""
 
-    threshold = 256  # tokens: fewer are not worth a prefetch (07)
-    run = 64  # tokens that a read brings at once (07)
+    threshold = 256  # tokens: a prefetch of fewer does not pay (as in chapter 07)
+    run = 64  # tokens in one read (as in chapter 07)
 
     def __init__(self, ranks, blocks: int, bandwidth, storage: store.Storage, heads: range, writes=True):
-        """`heads`: this rank's, of the whole model's KV heads. `writes`: no other rank writes these."""
+        """`heads`: numbers of this rank's KV heads in the whole model. `writes`: True if this rank writes
+        their objects, False if another rank does."""
         super().__init__(ranks, blocks, bandwidth)
         self.storage, self.heads, self.writes = storage, heads, writes
-        self.reading: set = set()  # prefixes on their way from storage
-        self.late = False  # a request has waited for it in vain, and nothing has come since
+        self.reading: set = set()  # keys of pages that are being read from storage
+        self.late = False  # True after a request has waited too long for storage, until a read completes
 
     def attach(self, engine):
         super().attach(engine)
         self.storage.open(engine.wake.set)
 
     def keys(self, block_keys) -> list[bytes]:
-        """-> of each page a key for each of this rank's heads."""
+        """Return a storage key for each page and each of this rank's heads, page by page."""
         return [sha256(one.digest + b"head %d" % head).digest() for one in block_keys for head in self.heads]
 
     def memory(self, host_blocks) -> list:
-        """-> the memory [L, 2, page size, hd] of each."""
-        array, heads = as_integers(self.host.memory), range(len(self.heads))  # [L, places, 2, ...]
+        """Return the host memory [L, 2, page size, hd] of each block and head, in the order of `keys`."""
+        array, heads = as_integers(self.host.memory), range(len(self.heads))  # [L, blocks, 2, ...]
         return [array[:, host_block, :, :, head] for host_block in host_blocks for head in heads]
 
     def is_local(self, block_key) -> bool:
+        """Return True if the page is on the device or in host memory, or is being saved there."""
         return block_key in self.pool.block_of or self.has_block(block_key)
 
     def submitted(self, request):
-        """Ask storage for all pages behind those that are near; while it is late, for one request."""
+        """Called when a request is queued: ask storage which of the missing pages it has. While storage is
+        late, ask for one request at a time."""
         pages = list(dropwhile(self.is_local, self.missing(request)))
         if len(pages) * self.pool.block_size >= self.threshold and not (self.late and self.in_flight["ask"]):
             count = lambda there: len(list(takewhile(bool, there))) // len(self.heads)  # noqa: E731
@@ -296,12 +323,13 @@ class PageHeadCache(KVCache):
             self.hold("ask", [answer], then=partial(self.on_answer, request, pages, request.memo))
 
     def on_answer(self, request, pages: list, answer: AgreedTransfer, arrived: bool):
-        """Read those pages that all ranks can read and that are not near, as far as there are places."""
+        """Called when all ranks have storage's answer: start reading the pages that every rank has found, if
+        they are not local and if host blocks are free."""
         pages, count = pages[: max(0, answer.state - ARRIVED)], max(1, self.run // self.pool.block_size)
         if len(pages) * self.pool.block_size < self.threshold:
             return
         to_read = [one for one in pages if not (self.is_local(one) or one in self.reading)]
-        to_read = to_read or pages[: count * self.late]  # does storage read again?
+        to_read = to_read or pages[: count * self.late]  # none, and late: does storage respond again?
         most = max(0, self.host.size // 2 - len(self.reading))
         fits = self.host.make_room(min(len(to_read), most), request.chain)
         to_read, host_blocks = to_read[:fits], self.host.allocate(fits)
@@ -329,12 +357,13 @@ class PageHeadCache(KVCache):
         self.storage.use(self.keys(request.chain))
 
     def on_saved(self, request, transfer, block_keys, host_blocks, arrived: bool):
-        """Write the pages that have arrived in host memory; at most a quarter of it is locked for that."""
+        """Write the pages that have arrived in host memory to storage. At most a quarter of the host blocks
+        may be held by such writes."""
         super().on_saved(request, transfer, block_keys, host_blocks, arrived)
         for block_key, host_block in zip(block_keys, host_blocks):
             if arrived and len(self.in_flight["written"]) < max(1, self.host.size // 4):
                 keys, values = self.keys([block_key]), self.memory([host_block])
-                if not self.writes:  # another rank does, and doubts them itself until it has
+                if not self.writes:  # another rank writes these objects, and doubts them until it has
                     self.storage.doubted.difference_update(keys)
                     keys = values = []
                 self.hold("written", [self.storage.set(keys, values)], (self.host, [host_block]))
@@ -349,10 +378,10 @@ KEEPS = {"nothing": "nothing", "kv": "K and V", "states": "hidden states"}
 
 
 def demo(model, frontend: Frontend, arguments):
-    """A conversation that comes back on all ranks, beside one rank alone; and a rank that has lost a page."""
+    """Restore a conversation on all ranks and on one rank. Then restore it when a rank has lost a page."""
     ranks, new = model.sharding.ranks, max(2, min(arguments.max_tokens, 8))
     arguments.always_restore, arguments.storage = True, None
-    # 1. Ask on all ranks: each keeps its part, the device loses everything, and it comes back
+    # 1. Ask on all ranks; evict the device before each question
     engines, asked, length, turns = {}, [], frontend.context, [lesson.SECRET, lesson.QUESTION]
     if ranks.rank == 0:
         whole, *_ = checkpoint.load(arguments.model, arguments.dtype, arguments.device)
@@ -364,7 +393,7 @@ def demo(model, frontend: Frontend, arguments):
     prompt, timeline = asked[-1].tokens[: asked[-1].prompt_tokens], asked[-1].timeline
     # 2. Ask again when one rank has lost a page in storage
     lost = lose_a_page(model, arguments, prompt, new)
-    # 3. Compare with chapter 01, and time beside one rank that has it all
+    # 3. Compare with chapter 01, and time all ranks and one rank that has the whole model
     single, verified, taken, carried = {}, True, {}, {}
     if ranks.rank == 0:
         verified = lesson.verify(paged.baseline.Engine(whole), asked + lost)
@@ -372,7 +401,7 @@ def demo(model, frontend: Frontend, arguments):
     for count, ways in (1, single), (ranks.count, engines):
         ranks.barrier()
         for keep, engine in ways.items():
-            lesson.ask(engine, prompt, 2, "device")  # which keeps what was asked
+            lesson.ask(engine, prompt, 2, "device")  # warm up, and fill the cache
             before, case = engine.counts["bytes_in"], f"{KEEPS[keep]}, {count} rank{'s' * (count > 1)}"
             answered = [lesson.ask(engine, prompt, 2, "device") for _ in range(lesson.ROUNDS)]
             taken[case] = [request.outcome.ttft_ms for request in answered]
@@ -389,20 +418,22 @@ def demo(model, frontend: Frontend, arguments):
         one, each = carried[keep, 1] / 1e6, carried[keep, ranks.count] / 1e6
         print(f"  {KEEPS[keep]}: {one:.2f} MB over one rank's link, {each:.2f} over each of {ranks.count}")
     if carried["states", 1] > carried["kv", 1]:
-        print("  Query heads share KV heads: K and V are fewer bytes than hidden states, and better here")
+        print("  Query heads share KV heads: here K and V have fewer bytes than hidden states; keep K and V")
     found = [request.cached_tokens for request in lost]
     print(
-        f"\nOf {len(prompt)} tokens {found[0]} come from storage. When rank {ranks.count - 1} has lost "
-        f"a page of one head there,\n{found[1]} do, on all ranks alike, and the rest is computed.\n\n"
-        f"The last turn from hidden states, on rank 0\n{charts.chart(timeline)}\n\n"
-        "Ranks divide what is kept, what travels and what is projected, and agree on a few numbers. Where\n"
-        "they share one processor, as here without GPUs, only the bytes are those of as many devices."
+        f"\nOf {len(prompt)} tokens {found[0]} come from storage. After rank {ranks.count - 1} has lost "
+        f"a page of one head there,\n{found[1]} tokens do on every rank, and all ranks compute the rest.\n\n"
+        "The last turn from hidden states, on rank 0, until its last token (TTFT above ends at the first)\n"
+        f"{charts.chart(timeline)}\n\n"
+        "Ranks divide the cache, the copies and the projections, and agree on a few numbers. Without GPUs\n"
+        "they share one processor: then bytes divide as on several devices, but times do not."
     )
     return dict(link=link, verified=verified, rows=rows, found=found), [timeline]
 
 
 def lose_a_page(model, arguments, prompt: list[int], new: int) -> list[Request]:
-    """Ask where only storage has the history, before and after the last rank has lost a page of it."""
+    """Ask `prompt` when only storage has it, before and after the last rank has lost a page of it.
+    Returns: both requests."""
     ranks, answered = model.sharding.ranks, []
     with tempfile.TemporaryDirectory() as own:
         folder = ranks.broadcast(own.encode(), len(own)).decode()  # rank 0's
@@ -425,19 +456,19 @@ def lose_a_page(model, arguments, prompt: list[int], new: int) -> list[Request]:
 def add_arguments(parser):
     offload.add_arguments(parser)
     add = parser.add_argument
-    add("--ranks", type=cli.bounded(int, 1, 64), metavar="N", help="parts of the model (2, or torchrun's)")
-    add("--keep", choices=KEEPS, default="states", help="what comes back: kv, or hidden states (default)")
-    add("--storage", metavar="URL", help="with --keep kv: where pages go too, a URL as in chapter 07")
+    add("--ranks", type=cli.bounded(int, 1, 64), metavar="N", help="number of ranks (2, or torchrun's)")
+    add("--keep", choices=KEEPS, default="states", help="keep kv, hidden states (default) or nothing")
+    add("--storage", metavar="URL", help="with --keep kv: also keep pages in storage, a URL as in chapter 07")
 
 
 def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
-    """Chapter 02's engine with a Cache that is the same on all ranks. Collective."""
+    """Make chapter 02's engine with a Cache that acts alike on all ranks. Collective. Raises ModelError."""
     config, size = model.config, arguments.block_size
     whole, keep = getattr(model, "sharding", None), keep or arguments.keep
     ranks = whole.ranks if whole else Ranks()
     if arguments.storage and keep != "kv":
-        raise checkpoint.ModelError("--storage has pages of K and V; add --keep kv, or leave it out.")
-    # 1. As many blocks as fit on every rank
+        raise checkpoint.ModelError("--storage keeps pages of K and V; add --keep kv, or leave it out.")
+    # 1. Find how many blocks fit on every rank
     useful = arguments.max_running * -(-config.max_position_embeddings // size)
     block_bytes = size * config.kv_numbers_per_token * model.dtype.itemsize
     kept = size * hidden_states.bytes_per_token(model) // ranks.count if keep == "states" else block_bytes
@@ -445,11 +476,11 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     options = argparse.Namespace(**{**vars(arguments), "gpu_blocks": on_device})
     on_host = offload.host_blocks(model, options, kept)
     options.gpu_blocks, on_host = ranks.all_min([on_device, on_host])
-    # 2. A link each, as fast as for a model that is not divided
+    # 2. Give each rank a link as fast as for a model that is not divided
     bandwidth = hardware.bandwidth(model, arguments.link)
     if whole and arguments.link is None and bandwidth:
         bandwidth = modelled_link.Bandwidth(bandwidth.value * config.num_key_value_heads / whole.kv_heads)
-    # 3. The Cache
+    # 3. Make the Cache
     if keep == "states":
         cache = ColumnsCache(ranks, on_host, bandwidth)
     elif arguments.storage:
@@ -463,10 +494,10 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
 
 
 def load(ranks: Ranks, name: str, dtype: str, device: str):
-    """Load a rank's part as checkpoint.load does. Collective."""
+    """Load this rank's part of a model, as `checkpoint.load` does. Collective. Raises ModelError."""
     n, gpus = ranks.count, torch.cuda.device_count()
     if checkpoint.pick_device(device) == "cuda" and gpus < n:
-        raise checkpoint.ModelError(f"{n} ranks need as many GPUs, and here are {gpus}; add --device cpu.")
+        raise checkpoint.ModelError(f"{n} ranks need as many GPUs, but there are {gpus}; add --device cpu.")
     loaded = checkpoint.load(name, dtype, device, sharding=Sharding(ranks))
     ranks.barrier()
     return loaded
@@ -481,7 +512,7 @@ def main():
         if of_environment(arguments.ranks)[0] == 0:
             make = lambda *what: BroadcastEngine(make_engine(*what))  # noqa: E731
             return cli.main(__doc__, "09_tensor_parallel", add_arguments, make, demo, load=begin)
-        # The other ranks do the same
+        # The other ranks follow: they run the same demo, or execute rank 0's commands
         model, tokenizer, end_tokens = begin(arguments.model, arguments.dtype, arguments.device)
         if arguments.demo:
             lesson.ROUNDS = arguments.rounds

@@ -1,4 +1,7 @@
-"""Write your own Cache: the plainest one that the engine takes. Full blocks go to host memory, and come back.
+"""Write your own Cache: the smallest one that the engine accepts. It saves full blocks of K and V in host
+memory and restores them layer by layer. common/cache.py describes each method.
+
+The contract's tests check it:
 
     python -m pytest tests/test_cache_contract.py --cache examples.my_cache:MyCache
 """
@@ -14,11 +17,15 @@ paged = importlib.import_module("02_paged_kv")
 
 
 class MyCache(Cache):
+    """Keeps full blocks of K and V in host memory. If host memory is full, it saves nothing more."""
+
     def __init__(self, blocks: int, bandwidth: float | None = None):
-        """`blocks` in host memory; bytes/s of the modelled link, where there is no GPU."""
-        self.blocks, self.bandwidth, self.saving = blocks, bandwidth, set()
+        """`blocks`: size of host memory, in blocks. `bandwidth`: of the modelled link, in bytes per second;
+        None on a GPU."""
+        self.blocks, self.bandwidth, self.saving = blocks, bandwidth, set()  # saving: keys being copied out
 
     def attach(self, engine):
+        """Called once, before the first request: connect the links and allocate host memory."""
         super().attach(engine)
         memory, wake = self.pool.memory, engine.wake.set  # [L, 2, blocks, block_size, KVH, hd]
         self.load_link = hardware.connect("load", engine.clock, self.bandwidth, wake)
@@ -29,11 +36,15 @@ class MyCache(Cache):
         self.pools = {"host": self.host}
 
     def match(self, request):
+        """Called when a request is admitted: offer the blocks that host memory has, up to the first gap."""
         if found := self.host.find(self.missing(request)):
             seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
             return Match(self.tokens_in(request, found), seconds, found)
 
     def restore(self, request, restoration, match):
+        """Issue the copies of all layers, then yield each one. The driver resumes this generator when that
+        copy has completed. `hold` keeps the blocks referenced until all copies have ended, even if the
+        request is cancelled."""
         table, transfers = self.blocks_of(request, restoration.start, len(match.blocks)), []
         blocks = links.BlockPairs(table, match.blocks)
         for layer, sides in enumerate(zip(self.pool.memory, self.host.memory)):
@@ -45,6 +56,7 @@ class MyCache(Cache):
             restoration.layers += 1
 
     def save(self, batch):
+        """Called after each step: start to copy full blocks. It must not wait for the copies."""
         for request, _ in batch.work:
             for block_key, block in zip(request.chain[: request.registered], request.table):
                 if block_key in self.host.block_of or block_key in self.saving or not self.host.available:
@@ -57,10 +69,12 @@ class MyCache(Cache):
                 self.saving.add(block_key)
 
     def on_saved(self, block_key, host_block, arrived: bool):
+        """Called when the copy of a block has ended: if it has arrived, let `match` find it."""
         self.saving.discard(block_key)
         if arrived:
             self.host.register(host_block, block_key)
 
     def close(self):
+        """Called once, at the end: stop the links' threads."""
         self.load_link.close()
         self.save_link.close()

@@ -1,22 +1,24 @@
-"""Plug `Storage` into vLLM, as a KV connector: full blocks of K and V go to files, to Redis or to a class of
-your own, and come back after a loss, after a restart, and in another process (docs/production.md: how).
+"""A KV connector that plugs `Storage` into vLLM. It saves full blocks of K and V in files, in Redis or in a
+class of your own. They are restored after an eviction, after a restart, and in other processes.
+docs/production.md says how to use it.
 
-The verbs of `Cache` (common/cache.py), beside those that vLLM asks of one object in its scheduler and one
-in its worker:
+vLLM creates one connector in its scheduler and one in its worker. Their methods correspond to those of
+`Cache` (common/cache.py):
 
     submitted                       on_new_request
-    waits, match -> Match or None   get_num_new_matched_tokens -> None (wait), or tokens
+    waits, match -> Match or None   get_num_new_matched_tokens -> None (ask again), or tokens
     restore, a generator            update_state_after_alloc, start_load_kv
     poll                            get_transfer_results, get_block_ids_with_load_errors
     save                            build_connector_meta plans it, wait_for_save does it
     finished                        request_finished
     attach, close                   register_kv_caches, shutdown
-    a failure is computed           kv_load_failure_policy: "recompute"
+    recompute after a failure       kv_load_failure_policy: "recompute"
 
-It leaves out the decision between loading and computing (common/estimates.py), layers that arrive one by one,
-ranks, several groups of KV caches, adapters, images, and GPUs. A key names the model by path and revision:
-other weights need another path. The CPU's attention kernel packs K, so a block moves as bytes, and only to
-the same kernel and layout: the same vLLM, instruction set, dtype and block size. Written for vLLM 0.32."""
+It has no decision between loading and computing (common/estimates.py), and loads all layers of a block
+together. It supports neither several ranks, several groups of KV caches, adapters, images, nor GPUs. A key
+contains the model's path and revision, so other weights need another path. vLLM's attention kernel for CPUs
+packs K. So a block is stored as bytes, and only the same vLLM version, instruction set, dtype and block size
+can read it. Written for vLLM 0.32."""
 
 import hashlib
 import time
@@ -32,34 +34,36 @@ from common.link import Transfer
 from common.store import Storage
 from shell.backends import open_backend
 
-LOOK = 2e-3  # seconds to wait for storage where nothing else is to be done: vLLM would spin
+LOOK = 2e-3  # seconds to wait for storage when there is no other work, so that vLLM does not spin
 
 
 @dataclass
 class Known:
-    """A request, as the scheduler's half knows it."""
+    """What the scheduler's connector knows about one request."""
 
-    request: object
+    request: "vllm.v1.request.Request"
     keys: list[bytes] = field(default_factory=list)  # of its full blocks
-    asked: Transfer | None = None
-    first: int = 0  # block of the offer
-    loaded: int | None = None  # its preemptions when it was loaded: once for each admission
-    saved: int | None = None  # blocks that need no saving any more
+    asked: Transfer | None = None  # the question to storage that is under way
+    first: int = 0  # number of the first block that was offered
+    loaded: int | None = None  # number of preemptions at the last load: load once for each admission
+    saved: int | None = None  # number of leading blocks that need no saving any more
 
 
 @dataclass
 class Work(base.KVConnectorMetadata):
-    """From the scheduler to the worker: what a step loads and saves."""
+    """A message from the scheduler to the worker: the blocks that a step loads and saves."""
 
-    loads: list[tuple[str, list[bytes], list[int]]]  # request, keys, blocks
-    saves: list[tuple[bytes, int]] = field(default_factory=list)  # key, block
+    loads: list[tuple[str, list[bytes], list[int]]]  # (request id, keys, blocks)
+    saves: list[tuple[bytes, int]] = field(default_factory=list)  # (key, block)
 
 
 class StorageConnector(base.KVConnectorBase_V1):
+    """One half of the connector: vLLM creates one in the scheduler (1) and one in the worker (2)."""
+
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)
         if len(kv_cache_config.kv_cache_groups) != 1 or vllm_config.parallel_config.world_size != 1:
-            raise ValueError("StorageConnector: one group of KV caches and one rank only")
+            raise ValueError("StorageConnector supports only one group of KV caches and only one rank")
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.storage = Storage(open_backend(extra["url"], extra.get("config")))
         self.patience, self.wake = extra.get("patience", 5.0), Event()
@@ -68,8 +72,9 @@ class StorageConnector(base.KVConnectorBase_V1):
         parts = model.model, model.revision, model.dtype, cache.cache_dtype, cache.block_size
         self.name = " ".join(map(str, [vllm.__version__, cpu.get_cpu_capability(), *parts]))
         self.size, self.blocks = cache.block_size, kv_cache_config.num_blocks
-        self.known, self.loads = {}, []  # the scheduler's: request -> Known; what the next step loads
-        self.layers, self.loading = [], {}  # the worker's: request -> deadline, (block, row, transfer)s
+        self.known, self.loads = {}, []  # in the scheduler: request id -> Known; loads of the next step
+        # In the worker: each layer's memory, [blocks, bytes]; request id -> deadline, (block, row, transfer)s
+        self.layers, self.loading = [], {}
 
     # 1. In the scheduler ---------------------------------------------------------------------------
 
@@ -77,10 +82,11 @@ class StorageConnector(base.KVConnectorBase_V1):
         self.known[request.request_id] = Known(request)
 
     def keys(self, known: Known) -> list[bytes]:
-        """Return a key for each full block: a hash of all tokens up to its end, alike in all processes."""
+        """Return a key for each full block: a hash of all tokens up to the block's end. It is the same in all
+        processes."""
         request = known.request
         if request.mm_features or request.lora_request:
-            return []  # its state depends on more than its tokens
+            return []  # its K and V depend on more than its tokens
         for start in range(len(known.keys) * self.size, request.num_tokens - self.size + 1, self.size):
             before = known.keys[-1] if start else f"{self.name} {request.cache_salt or ''}".encode()
             tokens = numpy.array(request.all_token_ids[start : start + self.size], "<i8")
@@ -88,7 +94,9 @@ class StorageConnector(base.KVConnectorBase_V1):
         return known.keys
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        """Return how many tokens can come back between steps; None: ask again. A silent storage has none."""
+        """Return how many tokens after the computed ones storage can restore, and whether they are loaded
+        between steps. (None, False): storage has not answered yet; vLLM asks again. Do not wait for a storage
+        that is silent."""
         known, first = self.known[request.request_id], num_computed_tokens // self.size
         keys = self.keys(known)[: (request.num_tokens - 1) // self.size]  # the last token gives the logits
         if first >= len(keys) or known.loaded == request.num_preemptions:
@@ -96,11 +104,12 @@ class StorageConnector(base.KVConnectorBase_V1):
         known.asked = known.asked or self.storage.exists(keys)
         if not known.asked.completed.wait(0 if self.storage.silent else LOOK):
             return 0 if self.storage.silent else None, False
-        there, known.asked, known.first = known.asked.value or [], None, first  # no value: an error
+        there, known.asked, known.first = known.asked.value or [], None, first  # None: storage has failed
         count = [*there[first:], False].index(False)
         return count * self.size, count > 0
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        """Called when vLLM has allocated blocks for the offered tokens: load them in the next step."""
         if num_external_tokens:
             (table,), known = blocks.get_block_ids(), self.known[request.request_id]
             these = slice(known.first, known.first + num_external_tokens // self.size)
@@ -108,6 +117,7 @@ class StorageConnector(base.KVConnectorBase_V1):
             known.loaded = request.num_preemptions
 
     def build_connector_meta(self, scheduler_output):
+        """Return the Work of this step: the loads, and a save for each block that the step fills."""
         work, self.loads, old = Work(self.loads), [], scheduler_output.scheduled_cached_reqs
         computed = dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
         computed |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
@@ -121,18 +131,20 @@ class StorageConnector(base.KVConnectorBase_V1):
         return work
 
     def request_finished(self, request, block_ids):
+        """Return False: vLLM may free the blocks now. `wait_for_save` has already copied their bytes."""
         self.known.pop(request.request_id, None)
-        return False, None  # its blocks are free: what is saved was copied aside
+        return False, None
 
     # 2. In the worker ------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches):
         for cache in kv_caches.values():  # [blocks, ...]
             if not cache.is_contiguous() or cache.device.type != "cpu" or len(cache) != self.blocks:
-                raise ValueError("StorageConnector: a KV cache must lie in host memory, block by block")
+                raise ValueError("StorageConnector needs a KV cache in host memory, contiguous and in blocks")
             self.layers.append(cache.view(torch.uint8).flatten(1).numpy())  # [blocks, bytes]
 
     def start_load_kv(self, forward_context, **kwargs):
+        """Called before each step: start reading the blocks of its loads into memory of their own."""
         self.idle = forward_context.attn_metadata is None
         deadline = time.perf_counter() + self.patience * (not self.storage.reader.hangs)
         for name, keys, blocks in self._get_connector_metadata().loads:
@@ -141,7 +153,7 @@ class StorageConnector(base.KVConnectorBase_V1):
             self.loading[name] = deadline, list(zip(blocks, rows, transfers))
 
     def get_transfer_results(self, finished_req_ids):
-        """Return the requests whose blocks have come, or are late."""
+        """Called after each step: return the requests whose blocks have arrived or are late."""
         if self.loading and self.idle:
             self.wake.wait(LOOK)
             self.wake.clear()
@@ -153,7 +165,8 @@ class StorageConnector(base.KVConnectorBase_V1):
         return base.KVConnectorTransferResults(finished_recving=completed)
 
     def land(self, name: str):
-        """Put into its blocks what has come. From the first of the others on, vLLM computes."""
+        """Copy the data that has arrived into the request's blocks, and report the other blocks as failed.
+        vLLM recomputes from the first failed block on."""
         for block, row, transfer in self.loading.pop(name)[1]:
             if transfer.ready and transfer.error is None:
                 for layer, contents in zip(self.layers, row):
@@ -166,6 +179,7 @@ class StorageConnector(base.KVConnectorBase_V1):
         return self.failed
 
     def wait_for_save(self):
+        """Called at the end of each step: copy the blocks to be saved, and queue their writes."""
         for key, block in self._get_connector_metadata().saves:
             if not self.storage.is_backlogged:
                 self.storage.set([key], [numpy.stack([layer[block] for layer in self.layers])])
@@ -174,7 +188,7 @@ class StorageConnector(base.KVConnectorBase_V1):
         self.storage.close()
 
     def wait_for_layer_load(self, layer_name):
-        """Layers do not arrive one by one."""
+        """Do nothing: blocks arrive between steps, with all their layers."""
 
     def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
-        """Nor do they leave so."""
+        """Do nothing: `wait_for_save` saves all layers together."""

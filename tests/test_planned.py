@@ -53,6 +53,9 @@ def test_of_plans_nearly_the_best_it_is_the_one_whose_busier_lane_has_least_to_d
     long, short = Costs(43.0, 5.75, 5.75, 11.5, 3.4), Costs(21.5, 2.9, 2.9, 5.8, 3.4)
     assert (best_plan(8, long), best_plan(8, long, short)) == ("RHHHHKKK", "RHHHKKKK")
     assert plan_seconds("RHHHKKKK", long) <= plan_seconds("RHHHHKKK", long) / planned.BETTER
+    slow, short = Costs(46.9, 6.9, 17.7, 35.3, 5.8), Costs(21.6, 3.5, 8.8, 17.7, 5.8)
+    assert planned.busier_lane("RHHHHHHK", short) < planned.busier_lane("RHHHHHHH", short)
+    assert best_plan(8, slow, short) == "RHHHHHHH", "no slower than chapter 04"
 
 
 def test_the_best_plan_is_the_best_of_all_and_none_is_below_the_bound():
@@ -209,6 +212,6 @@ def test_a_wrong_plan_is_one_sentence(capsys):
     for plan in ("RHX", "KHR", "RRR"):
         with pytest.raises(SystemExit):
             parser.parse_args(["--plan", plan])
-        assert "is not best, paper, or letters like RRHHHK, R before H before K" in capsys.readouterr().err
-    with pytest.raises(BadRequest, match="--plan has 4 letters, and this model 3 layers; give it one for each."):
+        assert "is not best, paper, or letters: R, H, K in this order" in capsys.readouterr().err
+    with pytest.raises(BadRequest, match="--plan has 4 letters, but this model has 3 layers; give one letter for each layer."):
         planned.make_engine(engines.tiny_model(), parser.parse_args(["--plan", "RHHK"]))

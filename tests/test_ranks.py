@@ -100,7 +100,7 @@ def test_what_does_not_divide_and_too_few_gpus_are_refused_in_a_sentence(monkeyp
         checkpoint.load("classroom", device="cpu", sharding=sharding(0, 3))
     monkeypatch.setattr(checkpoint, "pick_device", lambda device: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(checkpoint.ModelError, match="2 ranks need as many GPUs, and here are 1"):
+    with pytest.raises(checkpoint.ModelError, match="2 ranks need as many GPUs, but there are 1"):
         ranked.load(sharding(1, 2).ranks, "classroom", "auto", "auto")
 
 

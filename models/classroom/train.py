@@ -1,10 +1,11 @@
-"""Make models/classroom: generate the text, train tokenizer and model, evaluate, write the folder.
+"""Make models/classroom: generate the text, train the tokenizer and the model, write the folder, and evaluate the model.
 
     python -m models.classroom.train                            train, write, evaluate
     python -m models.classroom.train --evaluate                 evaluate the shipped folder only
 
-Rows of one conversation each grow from 256 to 2,048 tokens, and the text gets harder (STAGES). The loss counts the assistant's
-words in full and the rest at REST_WEIGHT. Muon (Jordan et al., 2024) moves the matrices, AdamW the embedding and the norms.
+A row of training text is one conversation. During training, rows grow from 256 to 2,048 tokens, and their text gets harder
+(STAGES). In the loss the assistant's tokens have weight 1, all other tokens REST_WEIGHT. Muon (Jordan et al., 2024) trains
+the matrices; AdamW trains the embedding and the norms.
 """
 import argparse
 import json
@@ -35,7 +36,7 @@ CONFIG = dict(
     bos_token_id=0, eos_token_id=1, torch_dtype="bfloat16")
 
 HARD = Level(document=12, two_word=0.3, digits=0.5, invented=0.2, corrections=0.04)
-# (million tokens until which the stage lasts, tokens per row, rows per step, share of drill, level)
+# (million tokens at the end of the stage, tokens per row, rows per step, share of drill rows, level)
 STAGES = [
     (1.5, 256, 16, 0.4, Level(document=8)),
     (3.0, 512, 8, 0.25, Level(document=14, two_word=0.15, digits=0.3, invented=0.1, corrections=0.03)),
@@ -43,14 +44,14 @@ STAGES = [
     (5.9, 2048, 2, 0.25, replace(HARD, document=72)),
 ]
 MUON_RATE, ADAM_RATE, MOMENTUM = 0.008, 1.5e-3, 0.95
-MATCH = 2.0                        # how sharply the first induction heads look
-DECAY_FROM = 0.6                   # the learning rate falls linearly to a twentieth after this share of all tokens
+MATCH = 2.0                        # how sharply the initial induction heads select a token
+DECAY_FROM = 0.6                   # after this share of all tokens the learning rate falls linearly to a twentieth
 
 
 # 1. Tokenizer and rows ---------------------------------------------------------------------------------------
 
 def byte_level(words: models.BPE) -> Tokenizer:
-    """A tokenizer of bytes, in which every digit is a token of its own."""
+    """Return a byte-level tokenizer that makes each digit a token of its own."""
     tokenizer = Tokenizer(words)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -59,6 +60,7 @@ def byte_level(words: models.BPE) -> Tokenizer:
 
 
 def train_tokenizer() -> Tokenizer:
+    """Train the tokenizer on generated conversations."""
     rng = random.Random("tokenizer")
 
     def texts():
@@ -76,7 +78,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 class Rows:
-    """Rows of token ids, with a loss weight for each."""
+    """Makes rows of training text: token ids, and a loss weight for each."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -84,19 +86,21 @@ class Rows:
         self.end = tokenizer.encode("</s>\n").ids
 
     def message(self, role: str, text: str) -> list[int]:
+        """Return the token ids of one message."""
         return self.roles[role] + self.tokenizer.encode(text).ids + self.end
 
     def row(self, rng: random.Random, length: int, level: Level):
-        """One conversation, cut at `length` + 1 tokens -> (ids, weights)."""
+        """Make a row of one conversation, cut at `length` + 1 tokens. Returns: (ids, weights)."""
         conversation = Conversation(rng, level)
         ids = self.message("system", conversation.system) if conversation.system else []
         return self.dialogue(ids, conversation.next_turn, length)
 
     def quiz(self, rng: random.Random, length: int, level: Level):
-        """Nothing but questions that need no history."""
+        """Make a row of questions that need no history. Returns: (ids, weights)."""
         return self.dialogue([], lambda: general_question(rng), length)
 
     def dialogue(self, ids: list[int], next_turn, length: int):
+        """Append turns to `ids` until there are `length` + 1 tokens. Returns: (ids, weights)."""
         weights, head = [REST_WEIGHT] * len(ids), len(self.roles["assistant"])
         while len(ids) <= length:
             turn = next_turn()
@@ -106,8 +110,8 @@ class Rows:
         return ids[:length + 1], weights[:length + 1]
 
     def recital(self, rng: random.Random, length: int, level: Level):
-        """A few facts told over and over in changing order: what teaches recall in a conversation is one token in 25, and
-        here one in 8."""
+        """Make a row that repeats a few facts in changing order. It teaches recall faster than a conversation: here one token
+        in 8 needs recall, there one in 25. Returns: (ids, weights)."""
         conversation = Conversation(rng, level)
         facts = [fact for fact in (conversation.new_fact() for _ in range(rng.randint(3, max(5, length // 24)))) if fact]
         ids = self.tokenizer.encode(" ".join(fact.statement for fact in facts)).ids + self.end
@@ -120,14 +124,14 @@ class Rows:
         return ids[:length + 1], weights[:length + 1]
 
     def echo(self, rng: random.Random, length: int, level: Level):
-        """Random tokens, repeated: the plainest exercise in looking back."""
+        """Make a row of random tokens that repeat: the simplest exercise in recall. Returns: (ids, weights)."""
         ids = [rng.randrange(len(SPECIAL), CONFIG["vocab_size"]) for _ in range(rng.randint(8, 64))]
         weights = [0.0] * len(ids) + [1.0] * (length + 1)
         return (ids * (length // len(ids) + 1) + ids)[:length + 1], weights[:length + 1]
 
     def batch(self, seed: str, rows: int, length: int, level: Level, drill: float = 0.0):
-        """-> inputs [rows, length], targets [rows, length], weights [rows, length]; a share `drill` of the
-        rows is recital, echo or quiz."""
+        """Make a batch in which a share `drill` of the rows is recital, echo or quiz. Returns: inputs, targets and weights,
+        [rows, length] each."""
         rng = random.Random(seed)
         kinds = rng.choices((self.row, self.recital, self.echo, self.quiz),
                             (1 - drill, drill * 0.5, drill * 0.2, drill * 0.3), k=rows)
@@ -138,7 +142,7 @@ class Rows:
 # 2. The model on whole rows ----------------------------------------------------------------------------------
 
 def forward(model: Llama, tokens):
-    """tokens [B, T] -> logits [B * T, V], with the engine's own layers and a plain causal attention."""
+    """Compute the logits [B * T, V] of tokens [B, T], with the engine's own layers and plain causal attention."""
     rows, length = tokens.shape
     positions = torch.arange(length, device=tokens.device).repeat(rows)                      # [B * T]
 
@@ -157,11 +161,13 @@ def forward(model: Llama, tokens):
 # 3. Training -------------------------------------------------------------------------------------------------
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, then the nearest orthogonal matrix: torch.optim.Muon in the weights' own type, since that one's bfloat16
-    takes seconds a step on a processor without its instructions. Matrices of one shape go together."""
+    """The optimizer Muon: momentum, then the nearest orthogonal matrix. It differs from torch.optim.Muon in two points. It
+    computes in the weights' own dtype, because bfloat16 takes seconds a step on a processor without instructions for it. It
+    updates all matrices of the same shape together."""
 
     @torch.no_grad()
     def step(self):
+        """Update all matrices from their gradients."""
         (group,), by_shape = self.param_groups, {}
         for matrix in group["params"]:
             velocity = self.state[matrix].setdefault("velocity", torch.zeros_like(matrix))
@@ -175,7 +181,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices):
-    """[N, rows, columns] -> the same with all singular values near one, by the quintic of Jordan et al."""
+    """Set the singular values of matrices [N, rows, columns] to about one, by the quintic iteration of Jordan et al.
+    Returns: [N, rows, columns]."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -187,26 +194,29 @@ def orthogonalize(matrices):
 
 @torch.no_grad()
 def initialize(model: Llama):
-    """Small random numbers, and induction heads (Olsson et al., 2022), which gradient descent is slowest to find. Layer 0: head
-    n looks n + 1 tokens back, whatever the tokens are. Layer 1: head n asks for its own token where layer 0's head n
-    saw it, and copies what stands there: "after the token that I am, n + 1 places on, came this one"."""
+    """Initialize the weights with small random numbers and with rough induction heads (Olsson et al., 2022), which gradient
+    descent is slow to find.
+
+    Layer 0: head n attends to the token n + 1 positions back, and adds it to the hidden state of its own position. Layer 1:
+    head n attends to the positions to which layer 0's head n has added the current token. It copies the token at such a
+    position, which stands n + 1 positions after an earlier occurrence of the current token."""
     generator = torch.Generator().manual_seed(0)
     config, layers = model.config, model.layers
     hd, hidden = config.head_dim, config.hidden_size
     for weight in model.parameters():
         weight.copy_(torch.ones(weight.shape) if weight.ndim == 1
                      else torch.randn(weight.shape, generator=generator) * 0.02)
-    everywhere = torch.randn(hidden, generator=generator).sign()   # what all embeddings have in common
+    everywhere = torch.randn(hidden, generator=generator).sign()   # a direction that all embeddings share
     model.embedding.add_((0.02 * everywhere).to(model.embedding))
 
-    for layer in layers:                                           # what is still noise keeps out of the way
+    for layer in layers:                                           # untrained layers add nothing to their input
         layer.down_proj.weight.zero_()
         layer.o_proj.weight.zero_()
     orthogonal = lambda size: torch.linalg.qr(torch.randn(size, size, generator=generator))[0]  # noqa: E731
-    reads, writes = orthogonal(hidden), orthogonal(hidden)         # [D, D]; a head's share is hd rows of it
+    reads, writes = orthogonal(hidden), orthogonal(hidden)         # [D, D]; each head uses hd rows of them
     frequencies = rotary_frequencies(config)                       # [hd/2]
-    fast = (frequencies > 0.02).float()                            # pairs that tell neighbours apart
-    slow = (frequencies < 0.02).float().repeat(2)                  # [hd], numbers that distance hardly turns
+    fast = (frequencies > 0.02).float()                            # [hd/2], pairs that distinguish neighbouring positions
+    slow = (frequencies < 0.02).float().repeat(2)                  # [hd], numbers that hardly depend on the distance
     for head in range(config.num_attention_heads):
         rows, value = (slice(begin + head * hd, begin + (head + 1) * hd) for begin in (0, hidden))
         angle = frequencies * (head + 1)
@@ -217,12 +227,13 @@ def initialize(model: Llama):
         layers[0].kv_proj.weight[value] = 0.5 * reads[rows]
         layers[0].o_proj.weight[:, rows] = 0.1 * writes[rows].T
         mix = orthogonal(hd) * slow[:, None]                                  # [hd, hd]
-        layers[1].q_proj.weight[rows] = MATCH * mix @ reads[rows]             # asks for the token that I am
-        layers[1].kv_proj.weight[rows] = MATCH * mix @ writes[rows]           # where layer 0 noted it
-        layers[1].o_proj.weight[:, rows] = 0.5 * layers[1].kv_proj.weight[value].T   # and copies what is there
+        layers[1].q_proj.weight[rows] = MATCH * mix @ reads[rows]             # query: the current token
+        layers[1].kv_proj.weight[rows] = MATCH * mix @ writes[rows]           # key: the token that layer 0 wrote
+        layers[1].o_proj.weight[:, rows] = 0.5 * layers[1].kv_proj.weight[value].T   # output: the token at that position
 
 
 def optimizers_of(model: Llama) -> list:
+    """Return Muon for the matrices, and AdamW for the embedding and the norms."""
     matrices = [weight for weight in model.parameters() if weight.ndim == 2 and weight is not model.embedding]
     others = [weight for weight in model.parameters() if weight.ndim == 1 or weight is model.embedding]
     return [Muon(matrices, dict(lr=MUON_RATE)),
@@ -230,7 +241,7 @@ def optimizers_of(model: Llama) -> list:
 
 
 def update(model: Llama, optimizers: list, inputs, targets, weights, rate: float) -> float:
-    """One step at this share of the full learning rates; returns the weighted loss."""
+    """Train one step. `rate`: share of the full learning rates. Returns: the weighted loss."""
     inputs, targets, weights = (each.to(model.device) for each in (inputs, targets.flatten(), weights.flatten()))
     losses = F.cross_entropy(forward(model, inputs), targets, reduction="none")              # [B * T]
     loss = (losses * weights).sum() / weights.sum()
@@ -244,12 +255,14 @@ def update(model: Llama, optimizers: list, inputs, targets, weights, rate: float
 
 
 def learning_rate(tokens: int, total: int) -> float:
-    """Share of the full rate: a short warm-up, level, then down to a twentieth in a straight line."""
+    """Return the share of the full learning rate after `tokens` of `total` tokens: a short warm-up, then 1, then a linear
+    fall to a twentieth."""
     decay = min(1.0, (1 - tokens / total) / (1 - DECAY_FROM))
     return min(1.0, (tokens + 1e4) / 1e5) * max(0.05, decay)
 
 
 def train(rows: Rows, device: str) -> Llama:
+    """Train a new model through all STAGES."""
     model = Llama(read_config(CONFIG), torch.float32, device)
     initialize(model)
     optimizers, total, step = optimizers_of(model), int(STAGES[-1][0] * 1e6), 0
@@ -267,8 +280,10 @@ def train(rows: Rows, device: str) -> Llama:
 
 @torch.inference_mode()
 def evaluate(model: Llama, rows: Rows, history: int, conversations: int, questions: int = 6) -> dict[str, list[int]]:
-    """Ask `questions` after `history` tokens of each held-out conversation -> kind, or all: [right, asked]. An answer is right
-    when each of its tokens, the end included, is the most likely one: when greedy decoding would write it."""
+    """Ask `questions` questions in each held-out conversation, after at least `history` tokens. An answer is right if each
+    of its tokens, with the end token, is the most likely one. Greedy decoding would then write this answer.
+
+    Returns: kind of question, or "all" -> [right answers, questions]."""
     level, scores = replace(HARD, document=max(HARD.document, history // 24)), {"all": [0, 0]}
     for number in range(conversations):
         conversation = Conversation(random.Random(f"held out {number}"), level)
@@ -295,7 +310,7 @@ def evaluate(model: Llama, rows: Rows, history: int, conversations: int, questio
 # 5. The folder -----------------------------------------------------------------------------------------------
 
 def write(folder: Path, config: dict, weights: dict, tokenizer: Tokenizer, chat_template: str):
-    """Hugging Face layout: config.json, model.safetensors in bfloat16, tokenizer files with the chat template."""
+    """Write a folder in Hugging Face layout: config.json, model.safetensors in bfloat16, and tokenizer files."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.bfloat16().contiguous().cpu() for name, tensor in weights.items()},
               folder / "model.safetensors", {"format": "pt"})
@@ -306,7 +321,7 @@ def write(folder: Path, config: dict, weights: dict, tokenizer: Tokenizer, chat_
 
 
 def report(name: str):
-    """Print, by kind of question, how often a model is right at the two lengths that its README quotes."""
+    """Print the README's table: how often a model is right, for each kind of question and two lengths of history."""
     model, tokenizer, _ = checkpoint.load(name)
     columns = [evaluate(model, Rows(tokenizer.backend_tokenizer), history, 150) for history in (512, 1536)]
     print("| question | 512 tokens of history | 1536 tokens of history |\n|---|---|---|")
@@ -317,8 +332,8 @@ def report(name: str):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=checkpoint.CLASSROOM, help="the model's folder")
-    parser.add_argument("--evaluate", action="store_true", help="train nothing, evaluate the folder")
+    parser.add_argument("--out", type=Path, default=checkpoint.CLASSROOM, help="folder of the model")
+    parser.add_argument("--evaluate", action="store_true", help="do not train, only evaluate the folder")
     arguments = parser.parse_args()
     if not arguments.evaluate:
         tokenizer = train_tokenizer()
