@@ -785,7 +785,7 @@ def show_policies(asked: dict[str, list[Request]]) -> list[dict]:
     rows = lesson.table(title, times, "ttft_ms", "ms")
     computed, waited, _, both = (row["ttft_ms"] for row in rows)
     print(
-        f"  both_ends: computing or waiting, the faster, takes {min(computed, waited) / both:.2f}x its time\n\n"
+        f"  both_ends: {min(computed, waited) / both:.2f}x as fast as the better of computing and waiting\n\n"
         "Timeline of both_ends (p: prefill, or pages read; digits: layers loaded; s: pages saved)\n"
         f"{charts.chart(last.timeline)}\n\nAnd if not even the weights fit on the device? Chapter 08."
     )
@@ -801,12 +801,12 @@ def add_arguments(parser):
     add("--hicache-size", type=cli.bounded(float, 1e-3, 1e6), metavar="GB", help="size of host memory")
     add("--layout", choices=LAYOUTS, default="page_first_direct", help="of host memory (page_first_direct)")
     add("--write-policy", choices=WRITE, default="write_through", help="when pages are saved (write_through)")
-    add("--hicache-io-backend", choices=("direct", "kernel"), help="what copies on a GPU")
+    add("--hicache-io-backend", choices=("direct", "kernel"), help="what copies on a GPU (by the link's rule)")
     add("--storage", metavar="URL", help="shared tier: file:DIR, redis://HOST:PORT/N, or module:Class")
     add("--storage-config", type=backends.configuration, metavar="JSON or @FILE", help="settings of storage")
     add("--storage-bandwidth", type=modelled_link.speed, metavar="GB/S[:GB/S...@SECONDS]", help="modelled")
     add("--prefetch", choices=PREFETCH, default="timeout", help="how long to wait for storage (timeout)")
-    add("--prefetch-threshold", type=whole, default=256, metavar="TOKENS", help="read no fewer (256)")
+    add("--prefetch-threshold", type=whole, default=256, metavar="TOKENS", help="fewest to read (256)")
     add("--prefetch-timeout", type=number, default=1.0, metavar="S", help="of each prefetch (1)")
     add("--prefetch-timeout-per-1k", type=number, default=0.25, metavar="S", help="per 1,024 tokens (0.25)")
 
