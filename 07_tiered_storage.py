@@ -801,7 +801,7 @@ def add_arguments(parser):
     add("--hicache-size", type=cli.bounded(float, 1e-3, 1e6), metavar="GB", help="size of host memory")
     add("--layout", choices=LAYOUTS, default="page_first_direct", help="of host memory (page_first_direct)")
     add("--write-policy", choices=WRITE, default="write_through", help="when pages are saved (write_through)")
-    add("--hicache-io-backend", choices=("direct", "kernel"), help="what copies on a GPU (by the link's rule)")
+    add("--hicache-io-backend", choices=("direct", "kernel"), help="what copies on a GPU (link's rule)")
     add("--storage", metavar="URL", help="shared tier: file:DIR, redis://HOST:PORT/N, or module:Class")
     add("--storage-config", type=backends.configuration, metavar="JSON or @FILE", help="settings of storage")
     add("--storage-bandwidth", type=modelled_link.speed, metavar="GB/S[:GB/S...@SECONDS]", help="modelled")
