@@ -90,7 +90,7 @@ class Node:
     host_blocks: list[int] = field(default_factory=list)  # one per page, or empty: not in host memory
     stored: bool = False
     wanted: bool = False  # the write policy wants it in the tiers below the device
-    first_request: int = 0  # the first request's id that had it on the device; 0: none, or `wanted` is True
+    first_request: int = 0  # id of the first request that had it on the device; 0: none, or `wanted`
 
     @property
     def is_local(self) -> bool:
@@ -99,7 +99,7 @@ class Node:
 
     @property
     def state(self) -> tuple:
-        """Neighbours are joined if this is equal in both."""
+        """The values that must be equal in two neighbours for them to be joined."""
         return self.device, bool(self.host_blocks), self.stored, self.wanted, self.first_request
 
 
@@ -113,7 +113,7 @@ class HiRadixTree:
         """Find the nodes that hold a run, which is any number of consecutive pages of a chain.
 
         Returns: (node, slice of its pages) pairs, parents before children, that together cover the run. If
-        the tree lacks the end of the run, the last pair has a new node for these pages, outside the tree."""
+        the tree lacks the end of the run, the last pair has a new node for it, which is not in the tree."""
         chain = before(run) + run
         node, at, first, spans = self.root, 0, len(chain) - len(run), []
         while at < len(chain) and (node := node.children.get(chain[at])):
@@ -214,7 +214,7 @@ class Prefetch:
     request: Request
     chain: list  # BlockKeys of the request's full pages; after storage's answer, up to the last page to read
     until: float  # time.perf_counter() until which the policy waits
-    ended: bool  # start no more reads: all have arrived, too few are stored, no room, or too late
+    ended: bool  # start no more reads: all have arrived, too few are stored, no room, or the wait is over
     pages_read: set  # BlockKeys of pages that have arrived from storage
     loaded: set  # BlockKeys of pages that were copied to the device before admission
     pays: bool  # loading pays: the engine has decided so, or the policy (best_effort) does not wait
@@ -469,8 +469,9 @@ class TieredCache(offload.HostCache):
     def on_answer(self, prefetch: Prefetch, answer, arrived: bool):
         """Called when storage has answered which pages it holds: record them in the tree.
 
-        The prefetch's chain is cut after the last page to read. Pages that storage was believed to hold, and
-        lacks, are written again from host memory. Pages that host memory lacks too are counted as lost."""
+        The prefetch's chain is cut after the last page to read. Pages that storage was believed to hold, but
+        lacks or holds only after a gap, are written again from host memory. Pages that host memory lacks too are
+        counted as lost."""
         chain, local, has = prefetch.chain, self.num_local(prefetch.chain), answer.value if arrived else []
         count = len(list(takewhile(bool, has[local:])))  # pages to read, up to the first gap
         if arrived:
@@ -614,7 +615,7 @@ class TieredCache(offload.HostCache):
         prefetch.loaded.clear()
 
     def match(self, request):
-        """Return a Match of the missing pages at the start that host memory holds, or None."""
+        """Return a Match of the request's next pages, as far as host memory holds them, or None."""
         missing, prefetch = self.missing(request), request.memo
         if prefetch and prefetch.loaded and not request.readmitted:
             self.credit(request, prefetch)
