@@ -470,8 +470,7 @@ class TieredCache(offload.HostCache):
         """Called when storage has answered which pages it holds: record them in the tree.
 
         The prefetch's chain is cut after the last page to read. Pages that storage was believed to hold, but
-        lacks or holds only after a gap, are written again from host memory. Pages that host memory lacks too are
-        counted as lost."""
+        lacks or holds only after a gap, are written again from host memory. Pages in no pool are lost."""
         chain, local, has = prefetch.chain, self.num_local(prefetch.chain), answer.value if arrived else []
         count = len(list(takewhile(bool, has[local:])))  # pages to read, up to the first gap
         if arrived:
