@@ -1,27 +1,37 @@
 """Chapter 07: three tiers under one radix tree (HiCache).
 
-The problem. Host memory is larger than the device's, but it is one machine's, and it is lost with the
-process. A service runs many engines, and what one of them has read the others compute again.
+The problem. Host memory is larger than device memory, but it belongs to one machine, and it is lost when the
+process ends. A service runs many engines, and each of them computes again what another one has computed.
 
-The mechanism. Pages of K and V live on the device (L1), in host memory (L2), and in storage that many engines
-share (L3). One radix tree says which tiers have a page. While a request is queued, the cache asks storage for
-its pages, and prefetches those that neither L1 nor L2 has:
+The mechanism. A page is a block of K and V. Pages live on the device (L1), in host memory (L2), and in
+storage that many engines share (L3). One radix tree records which tiers hold each page. While a request is
+queued, the cache asks storage which of the request's pages it holds, and prefetches the pages that L1 and L2
+lack:
 
     tokens   0          320            800                        1792      16 tokens a page
     pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|
              found      | by layers    | prefetched into L2, and from there on to L1
 
-The two copies are a pipeline: the link loads pages that are in L2 while storage reads later ones. Pages that
+The two copies form a pipeline: the link loads pages that are in L2 while storage reads later ones. Pages that
 are not in L1 when the request is admitted are loaded layer by layer (chapter 03).
 
-How long does a request wait for storage? `best_effort`: not at all, it uses the pages that are there at its
-turn. `timeout`: a number of seconds, and more for each 1,024 tokens. `wait_complete`: until all pages are
-there. `both_ends`: until storage has answered which pages it has; then the engine computes from the front
-while pages arrive from the back (chapter 06; examples/both_ends.py). No request waits longer than computing
-would take, nor for a load that takes more than 0.8 of that.
+The prefetch policy says how long a request waits for storage.
 
-When does a page go down? `write_through`: when it is full. `write_through_selective`: when a second request
-has it on the device. `write_back`: when a tier evicts it and none below has it (for L1's the engine waits).
+    best_effort      not at all: the request uses the pages that have arrived at its turn
+    timeout          a fixed number of seconds, and more for each 1,024 missing tokens
+    wait_complete    until all pages have arrived
+    both_ends        until storage has answered which pages it holds; then the engine computes from the front
+                     while pages arrive from the back (chapter 06; examples/both_ends.py)
+
+No request waits longer than computing its prompt would take. No request waits for a load that would take more
+than 0.8 of the time to compute the same tokens.
+
+The write policy says when a page is copied to a lower tier.
+
+    write_through              as soon as the page is full
+    write_through_selective    as soon as a second request has the page on the device
+    write_back                 when a tier evicts the page and no lower tier holds it; if the tier is L1, the
+                               engine waits for the copy to L2
 
 Source: HiCache of SGLang (design document); its tree is RadixAttention's (Zheng et al., 2024, section 3).
 
@@ -51,58 +61,65 @@ from shell import backends, charts, hardware, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
-READ = 64  # tokens, whose pages one read or write of storage moves
-RETRY_SECONDS, RETRY_REQUESTS = 1.0, 4  # ask storage again after so long, for so many of the queue
+READ = 64  # tokens per read or write of storage, which moves at least one page
+# Ask storage again after this many seconds, for this many requests at the head of the queue
+RETRY_SECONDS, RETRY_REQUESTS = 1.0, 4
 WRITE = "write_through", "write_through_selective", "write_back"
-TALKS = 6  # conversations of the demo
-# The order of [layers, places, 2, page size, KV heads, head size] in host memory, and of a page in storage
+TALKS = 6  # conversations in the demo
+# How host memory, and a page in storage, order the axes
+# 0: layers, 1: pages, 2: K and V, 3: tokens of a page, 4: KV heads, 5: head size
 LAYOUTS = {
-    "layer_first": (0, 2, 1, 3, 4, 5),  # as on the device: K, or V, of a layer in adjacent places
-    "page_first": (1, 3, 0, 2, 4, 5),  # a page is contiguous, and in it all layers of a token
-    "page_first_direct": (1, 0, 2, 3, 4, 5),  # a page is contiguous, and in it all tokens of a layer
+    "layer_first": (0, 2, 1, 3, 4, 5),  # the device's order: K, or V, of a layer in adjacent pages
+    "page_first": (1, 3, 0, 2, 4, 5),  # a page is contiguous; within it, all layers of a token
+    "page_first_direct": (1, 0, 2, 3, 4, 5),  # a page is contiguous; within it, all tokens of a layer
 }
 
 # 1. The tree -----------------------------------------------------------------------------------
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A span: pages that follow each other, all of which are in the same tiers. The device's and host
-    memory's pools say, page by page, what they take and drop; nodes are split, and joined, as they do."""
+    """A node of the tree is a span: consecutive pages of a chain that are all in the same tiers.
+
+    When a tier takes or drops some pages of a span, the node is split. Neighbours in the same state are
+    joined again."""
 
     parent: "Node | None"
-    pages: list  # their prefixes
+    pages: list  # their BlockKeys
     children: dict = field(default_factory=dict)  # first page of a child -> the child
     device: bool = False
-    host_blocks: list[int] = field(default_factory=list)  # in host memory, one a page, or none
+    host_blocks: list[int] = field(default_factory=list)  # one per page, or empty: not in host memory
     stored: bool = False
     wanted: bool = False  # the write policy wants it in the tiers below the device
-    first_request: int = 0  # id (from 1 on) of the first that had it on the device; 0: nobody, or wanted
+    first_request: int = 0  # id of the first request that had it on the device; 0: none, or `wanted`
 
     @property
     def is_local(self) -> bool:
-        """Whether the device or host memory has it."""
+        """True if the device or host memory holds the span."""
         return self.device or bool(self.host_blocks)
 
     @property
     def state(self) -> tuple:
+        """The values that must be equal in two neighbours for them to be joined."""
         return self.device, bool(self.host_blocks), self.stored, self.wanted, self.first_request
 
 
 class HiRadixTree:
-    """All known pages, in spans, and which tiers have them."""
+    """All known pages, in spans, and the tiers that hold each span."""
 
     def __init__(self):
-        self.root, self.size = Node(None, []), 0  # size: pages
+        self.root, self.size = Node(None, []), 0  # size: number of pages
 
-    def spans(self, run: list) -> list[tuple[Node, slice]]:
-        """-> where a run of pages, that follow each other from anywhere in a chain, is: nodes, upper first,
-        and which of a node's pages are the run's. What is not known is in a last node, outside the tree."""
+    def spans(self, run: list[paged.BlockKey]) -> list[tuple[Node, slice]]:
+        """Find the nodes that hold a run, which is any number of consecutive pages of a chain.
+
+        Returns: (node, slice of its pages) pairs, parents before children, that together cover the run. If
+        the tree lacks the end of the run, the last pair has a new node for it, which is not in the tree."""
         chain = before(run) + run
         node, at, first, spans = self.root, 0, len(chain) - len(run), []
         while at < len(chain) and (node := node.children.get(chain[at])):
             ours = chain[at : at + len(node.pages)]
             same = len(ours)
-            if ours != node.pages[:same]:  # the chain leaves it
+            if ours != node.pages[:same]:  # the chain leaves the node before its end
                 same = next(n for n, page in enumerate(ours) if page is not node.pages[n])
             if at + same > first:
                 spans.append((node, slice(max(0, first - at), same)))
@@ -113,17 +130,22 @@ class HiRadixTree:
             spans.append((Node(None, unknown), slice(0, len(unknown))))
         return spans
 
-    def take(self, run: list) -> list[Node]:
-        """-> nodes of the tree that have these pages and no others: known ones, split at the ends, or new."""
+    def take(self, run: list[paged.BlockKey]) -> list[Node]:
+        """Return nodes of the tree that hold exactly these consecutive pages.
+
+        Nodes that the run covers in part are split. Pages that the tree lacks are added as a new node."""
         taken = [self.split(*span) for span in self.spans(run)]
-        if taken and not (new := taken[-1]).parent:  # outside the tree yet; what comes before may be, too
+        if taken and not (new := taken[-1]).parent:  # not in the tree yet; its parent may be missing too
             new.parent = (taken[:-1] or self.take(before(run)) or [self.root])[-1]
             new.parent.children[new.pages[0]] = new
             self.size += len(new.pages)
         return taken
 
     def split(self, node: Node, part: slice) -> Node:
-        """Split a node at both ends of a part of it -> the part. The pieces are in the node's tiers still."""
+        """Split a node at both ends of `part`, a slice of its pages.
+
+        Only the lists of pages and of host blocks are cut: no K or V is copied. The pieces are in the same
+        tiers as the node was. Returns: the piece that holds the part."""
         for at in part.stop, part.start:
             if 0 < at < len(node.pages):
                 upper = replace(node, pages=node.pages[:at], host_blocks=node.host_blocks[:at], children={})
@@ -134,8 +156,9 @@ class HiRadixTree:
         return node
 
     def join(self, nodes: list[Node]):
-        """Join each of these, and what follows the last, with what comes before it, where both are in the
-        same tiers, and no other conversation parts from it there."""
+        """Join each of these nodes, and each child of the last one, with its parent.
+
+        Two nodes are joined if they are in the same state and the parent has no other child."""
         for node in (*nodes, *nodes[-1].children.values()) if nodes else ():
             upper = node.parent
             if upper.pages and len(upper.children) == 1 and upper.state == node.state:
@@ -144,8 +167,10 @@ class HiRadixTree:
                 node.parent.children[node.pages[0]] = node
 
     def change(self, pages):
-        """Yield nodes that have these pages, of any chains, and no others; beginnings first, since they were
-        used later than ends. The caller changes each, then it is joined with its neighbours."""
+        """Yield nodes that together hold exactly these pages, which may be of any chains.
+
+        The caller changes the state of each node, and must exhaust the iterator: changed nodes are joined
+        with their neighbours after it. A chain's head comes before its tail, because its `used` is later."""
         runs = []
         for page in sorted(pages, key=lambda page: -page.used):
             if not runs or runs[-1][-1] is not page.parent:
@@ -156,14 +181,14 @@ class HiRadixTree:
             self.join(nodes)
 
     def nodes(self) -> list[Node]:
-        """-> all nodes below the root, parents before their children."""
+        """Return all nodes below the root, parents before their children."""
         found = [self.root]
         for node in found:
             found += node.children.values()
         return found[1:]
 
     def forget(self, keep: set):
-        """Drop spans at the ends of branches that are near no more, and of which `keep` has no page."""
+        """Remove leaves that are in neither pool, unless `keep` has one of their pages."""
         for node in reversed(self.nodes()):
             if not node.children and not node.is_local and keep.isdisjoint(node.pages):
                 del node.parent.children[node.pages[0]]
@@ -171,8 +196,8 @@ class HiRadixTree:
         self.join(self.nodes())
 
 
-def before(run: list) -> list:
-    """-> all pages that come before a run, the first one first."""
+def before(run: list[paged.BlockKey]) -> list[paged.BlockKey]:
+    """Return the pages that precede a run in its chain, in the chain's order."""
     pages, page = [], run[0].parent if run else None
     while page:
         pages.append(page)
@@ -184,30 +209,35 @@ def before(run: list) -> list:
 
 @dataclass(eq=False)
 class Prefetch:
-    """What storage may have of a request, on its way into host memory."""
+    """The transfer of one queued request's pages from storage to host memory, and on to the device."""
 
     request: Request
-    chain: list  # prefixes of the request's full pages; when storage has answered, up to the last to read
-    until: float  # seconds of time.perf_counter(): the policy waits no longer
-    ended: bool  # no read is begun any more: all have come, too few, no place is left, or nobody waits
-    pages_read: set  # their prefixes
-    loaded: set  # prefixes of pages that were copied to the device while others were being read
-    pays: bool  # loading it is worth its time: the engine has decided so, or no request waits (best_effort)
+    chain: list  # BlockKeys of the request's full pages; after storage's answer, up to the last page to read
+    until: float  # time.perf_counter() until which the policy waits
+    ended: bool  # start no more reads: all have arrived, too few are stored, no room, or the wait is over
+    pages_read: set  # BlockKeys of pages that have arrived from storage
+    loaded: set  # BlockKeys of pages that were copied to the device before admission
+    pays: bool  # loading pays: the engine has decided so, or the policy (best_effort) does not wait
     asked_at: float = field(default_factory=time.perf_counter)
-    answered: bool = False  # storage has said how many pages it has
-    reads: list = field(default_factory=list)  # Transfers of the reads that were begun
-    load: object = None  # Transfer of pages that are being copied to the device
+    answered: bool = False  # storage has answered which pages it holds
+    reads: list = field(default_factory=list)  # Transfers of the reads that were started
+    load: object = None  # Transfer of the pages that are being copied to the device
 
 
 class TieredCache(offload.HostCache):
-    """Chapter 03's host memory under a radix tree, and storage behind it, in the order of a page's life:
+    """Chapter 03's host memory under a radix tree, with storage as the tier below it.
 
-        node.device -- saving --> node.places -- writing --> node.stored        (evicting, evicting_l2: lost)
-                    <- restore --             <-- coming --                     (submitted, waits)"""
+    A page moves through these fields of its node, by these methods:
+
+        device -- save --> host_blocks -- write_l3 --> stored      on_evict, on_evict_l2: a page leaves a tier
+               <- restore,             <-- read_l3 ---             submitted, waits: prefetch while queued
+                  load_ahead
+
+    `request.memo` is the request's Prefetch, or None."""
 
     fields = {}
-    direction = 1  # pages are read from the first one on
-    # For the server: shell/ says how a storage is opened, attached and shown
+    direction = 1  # 1: storage reads the first page first; -1: the last page first (both_ends)
+    # The server opens, attaches and shows storage with these
     open_storage, attach_storage = staticmethod(backends.open_storage), backends.attach_storage
     pages_in_storage = backends.pages_in_storage
 
@@ -215,40 +245,47 @@ class TieredCache(offload.HostCache):
         self, blocks: int, bandwidth=None, storage=None, prefetch="timeout", write="write_through",
         layout="page_first_direct", threshold=256, timeout=(1.0, 0.25), io_backend=None,
     ):  # fmt: skip
-        """`blocks` in host memory, `bandwidth` of the modelled link to them; `storage`: a store.Storage.
-        `threshold`: tokens that a prefetch must bring. `timeout`: seconds, and more for each 1,024 tokens.
-        `io_backend`: what copies on a GPU, direct (the copy engine) or kernel; by default the link's rule."""
+        """Keep the settings; `attach` allocates host memory and opens storage.
+
+        blocks: number of pages in host memory.
+        bandwidth: of the modelled link between device and host, in bytes per second; None on a GPU.
+        storage: a store.Storage, or None: two tiers only.
+        prefetch, write: names of the policies (PREFETCH, WRITE).
+        layout: order of the axes in host memory (LAYOUTS).
+        threshold: fewest tokens that a prefetch reads.
+        timeout: seconds that the policy `timeout` waits, and further seconds for each 1,024 missing tokens.
+        io_backend: what copies on a GPU: "direct" (the copy engine), "kernel", or None (the link's rule)."""
         super().__init__(blocks, bandwidth)
         self.storage, self.write_policy, self.layout, self.io_backend = storage, write, layout, io_backend
         self.prefetch_policy, self.threshold, self.timeout = prefetch, threshold, timeout
-        self.unwritten: dict = {}  # pages that may have to be written, once they are in host memory
-        self.writing, self.reading = set(), set()  # pages that are being written, and read
+        self.unwritten: dict = {}  # pages to write to storage once they are in host memory
+        self.writing, self.reading = set(), set()  # pages that storage is writing, and reading
 
     def attach(self, engine):
         super().attach(engine)
         for link in self.load_link, self.save_link:
-            link.backend = link.backend or self.io_backend  # a link whose kernels copy wrongly has its own
+            link.backend = link.backend or self.io_backend  # set already if its kernels failed their test
         self.tree, self.host.on_evict = HiRadixTree(), self.on_evict_l2
-        if self.layout == "page_first":  # other bytes than those of the other layouts: under other keys
+        if self.layout == "page_first":  # its bytes differ from the other layouts': use other keys
             namespace = f"{self.model.digest.hex()} {self.model.dtype} kv page_first"
             engine.block_keys = paged.BlockKeys(namespace, self.pool.block_size)
         self.pages_at_once = max(1, READ // self.pool.block_size)
-        self.step_began = 0  # of all uses: what was used since does not leave host memory for another page
+        self.step_began = 0  # count of uses: write_back evicts no page from host memory that was used later
         if self.storage:
             self.storage.open(engine.wake.set)
             self.measure_storage()
 
     def host_memory(self, shape):
-        """[L, places, 2, page size, KVH, hd], of which `layout` says what lies next to what."""
+        """Return host memory [L, pages, 2, page size, KVH, hd], a view of memory in the order of `layout`."""
         order = LAYOUTS[self.layout]
         memory = super().host_memory([shape[axis] for axis in order])
-        self.array = as_integers(memory.movedim(order.index(1), 0))  # for NumPy: pages as in storage
+        self.array = as_integers(memory.movedim(order.index(1), 0))  # NumPy, by page: what storage keeps
         return memory.permute([order.index(axis) for axis in range(6)])
 
-    # It is computed, and goes to host memory (chapter 03) and on to storage, when the write policy wants that
+    # Saving: from the device to host memory (chapter 03), and on to storage, as the write policy says
 
     def save(self, batch):
-        """Put what was computed into the tree, and send down what the write policy wants there."""
+        """Record the step's pages in the tree, and start the copies that the write policy wants."""
         for request, _ in batch.work:
             self.record_pages(request)
         self.save_pending()
@@ -257,7 +294,7 @@ class TieredCache(offload.HostCache):
             self.tree.forget(set().union(self.saving, self.reading, self.writing, *chains))
 
     def record_pages(self, request):
-        """Note which pages the request has on the device, and which of them the write policy wants below."""
+        """Record the request's new full pages in the tree, and queue the pages that must be saved."""
         first, full = self.looked_at.get(request, 0), request.registered
         if first == full:
             return
@@ -273,7 +310,7 @@ class TieredCache(offload.HostCache):
             self.send_l3(wanted)
 
     def after_gap(self, block_key) -> bool:
-        """Whether no tier below the device has what comes before, or is about to."""
+        """Return True if the parent page is missing from every lower tier and not on its way there."""
         gap = super().after_gap(block_key) and block_key.parent not in self.writing
         return gap and not any(node.stored for node, _ in self.tree.spans([block_key.parent]))
 
@@ -283,18 +320,19 @@ class TieredCache(offload.HostCache):
             self.add_to_l2(block_keys, host_blocks)
             self.send_l3(block_keys)
         else:
-            self.looked_at.pop(request, None)  # look at all of them again
+            self.looked_at.pop(request, None)  # the next `save` looks at all of its pages again
 
     def add_to_l2(self, block_keys, host_blocks: list[int]):
-        """These pages have arrived in host memory. (If another copy had, its places stay.)"""
+        """Register pages that have arrived in host memory. A page that was there already keeps its block."""
         for block_key, host_block in zip(block_keys, host_blocks):
             self.host.register(host_block, block_key)
         for node in self.tree.change(block_keys):
             node.host_blocks = [self.host.block_of[block_key] for block_key in node.pages]
 
     def send_l3(self, pages=()):
-        """Write pages from where they lie in host memory, at once about a quarter of that; the others wait,
-        and what is not there yet comes again by `on_saved`."""
+        """Queue pages for storage, and start writes until a quarter of host memory is being written.
+
+        A page that is not in host memory yet is left out: `on_saved` queues it when it has arrived."""
         if self.storage and self.write_policy != "write_back":
             self.unwritten.update((page, page) for page in pages)
         most, there = max(1, self.host.size // 4), self.host.block_of
@@ -303,8 +341,12 @@ class TieredCache(offload.HostCache):
             self.write_l3({page: there[page] for page in some if page in there})
 
     def write_l3(self, host_block_of: dict, leaving: bool = False):
-        """Write those of these pages that storage is owed, and that a lookup would reach: from their places,
-        which are held until that is over, or copies if they are `leaving`."""
+        """Start to write pages to storage, if the write policy wants them there and storage lacks them.
+
+        A page after a gap in its chain is not written: no lookup would reach it.
+
+        host_block_of: page -> its block in host memory. Blocks are referenced until the write completes.
+        leaving: True if these blocks are being evicted: then copies of their contents are written."""
         to_write = []
         for node in self.tree.change(host_block_of):
             if node.parent.device or not self.after_gap(node.pages[0]):
@@ -318,12 +360,14 @@ class TieredCache(offload.HostCache):
             self.hold("write", [write], *held, then=partial(self.on_written, to_write, write))
 
     def to_write(self, node: Node) -> list:
-        """-> the pages of a span that storage is owed."""
+        """Return the pages of a span that must still be written to storage.
+
+        The write policy wants them there, storage lacks them, and no write of them is under way."""
         to_write = node.wanted and not node.stored
         return [page for page in node.pages if page not in self.writing] if to_write else []
 
     def on_written(self, pages: list, write, arrived: bool):
-        """A write is over: note what storage has."""
+        """Called when a write has completed: record which pages storage holds."""
         self.writing.difference_update(pages)
         self.counts["storage_pages_written"] += write.value or 0
         there = [page for page in pages if arrived and page.digest not in self.storage.doubted]
@@ -331,11 +375,15 @@ class TieredCache(offload.HostCache):
             node.stored = True
         self.count_lost(pages)
 
-    # It leaves the device, and later host memory
+    # Eviction: from the device, and later from host memory
 
     def on_evict(self, leaving: list):
-        """Note what leaves the device. Under write_back first copy dirty pages to host memory, beginnings
-        first, while the engine waits."""
+        """Called before device blocks lose their contents: record that these pages leave the device.
+
+        Under write_back, first copy the dirty pages (no lower tier holds them) to host memory while the
+        engine waits. A chain's head is copied before its tail.
+
+        leaving: (device block, page) pairs."""
         block_of, dirty = {block_key: block for block, block_key in leaving}, []
         for node in self.tree.change(block_of):
             node.device = False
@@ -352,14 +400,19 @@ class TieredCache(offload.HostCache):
                     self.counts["pages_written"] += fits
                 except links.TransferError:
                     copy.cancel()
-                    self.hold("save", [copy], (self.host, host_blocks))  # a late one still writes there
+                    self.hold("save", [copy], (self.host, host_blocks))  # a late copy still writes to them
                 self.host.release(host_blocks)
         self.count_lost(block_of)
 
     def on_evict_l2(self, leaving: list):
-        """Write copies of owed pages that leave host memory, as far as that can be."""
+        """Called before host blocks lose their contents: start to write pages that storage must still get.
+
+        Copies of the pages are written. Nothing is written if too many pages are being written already, or if
+        the writer hangs.
+
+        leaving: (host block, page) pairs."""
         host_block_of = {page: host_block for host_block, page in leaving}
-        full = len(self.writing) > self.pool.size + self.host.size  # copies take no more than these pools
+        full = len(self.writing) > self.pool.size + self.host.size  # copies may take the memory of both pools
         if self.storage and not (full or self.storage.writer.hangs):
             self.write_l3(host_block_of, leaving=True)
         for node in self.tree.change(host_block_of):
@@ -367,17 +420,22 @@ class TieredCache(offload.HostCache):
         self.count_lost(host_block_of if self.storage else ())
 
     def count_lost(self, pages):
-        """Count those of these pages that were wanted below, and are in no tier, nor on their way to one."""
+        """Count lost pages.
+
+        The write policy wanted them in a lower tier. Now they are in no tier, and not on their way to
+        storage."""
         lost = [page for node in self.tree.change(pages) if not node.is_local for page in self.to_write(node)]
         self.counts["pages_lost"] += len(lost)
         for node in self.tree.change(lost):
-            node.wanted = False  # each is counted once
+            node.wanted = False  # count each page once
 
-    # A request stands in line that needs it: it is read into host memory, and the policy says who waits
+    # Prefetching: from storage to host memory while the request is queued
 
     def submitted(self, request):
-        """Ask storage which pages of the request it has, and mark them as used; `poll` then reads those that
-        neither pool has. Where storage is silent, only find out whether it answers again."""
+        """Called when a request is queued: ask storage which of its pages it holds.
+
+        The question also marks the pages as used. `poll` reads the pages that neither pool has. While storage
+        is silent (it hangs or fails), only test whether it answers again, at most once per RETRY_SECONDS."""
         size, chain = self.pool.block_size, request.chain[: request.history // self.pool.block_size]
         if not self.storage or not chain:
             return
@@ -394,24 +452,27 @@ class TieredCache(offload.HostCache):
         self.ask_l3(request.memo)
 
     def num_local(self, chain: list) -> int:
-        """-> how many of its first pages the device or host memory has."""
+        """Return how many pages at the start of the chain are on the device or in host memory."""
         return sum(part.stop for _, part in takewhile(lambda span: span[0].is_local, self.tree.spans(chain)))
 
     def measure_storage(self):
-        """Find out how fast storage is, and whether it answers."""
+        """Start to measure the read speed of storage, and to test whether it answers."""
         self.measured_at, size = time.perf_counter(), self.pages_at_once * self.host.block_bytes
-        reads = [self.storage.measure(size) for _ in range(2)]  # the first one is slower
+        reads = [self.storage.measure(size) for _ in range(2)]  # the first read is slower
         self.hold("measure", [self.storage.exists([bytes(32)]), *reads])
 
     def ask_l3(self, prefetch: Prefetch):
+        """Ask storage which pages of the chain it holds; `on_answer` takes the answer."""
         answer = self.storage.exists([page.digest for page in prefetch.chain])
         self.hold("ask", [answer], then=partial(self.on_answer, prefetch, answer))
 
     def on_answer(self, prefetch: Prefetch, answer, arrived: bool):
-        """Storage has said which pages it has: note that, and let those behind the near ones be read. What it
-        was to have and lacks is written again, or lost."""
+        """Called when storage has answered which pages it holds: record them in the tree.
+
+        The prefetch's chain is cut after the last page to read. Pages that storage was believed to hold, but
+        lacks or holds only after a gap, are written again from host memory. Pages in no pool are lost."""
         chain, local, has = prefetch.chain, self.num_local(prefetch.chain), answer.value if arrived else []
-        count = len(list(takewhile(bool, has[local:])))  # up to the first gap
+        count = len(list(takewhile(bool, has[local:])))  # pages to read, up to the first gap
         if arrived:
             there = {page for page, known in zip(chain[: local + count], has) if known}
             known = (node.pages[part] for node, part in self.tree.spans(chain) if node.stored or node.wanted)
@@ -423,14 +484,16 @@ class TieredCache(offload.HostCache):
         prefetch.answered, prefetch.chain = True, chain[: local + count if enough else local]
 
     def doubt(self, pages):
-        """Believe no more that storage has these: what is in host memory is written again."""
+        """Record that storage lacks these pages, and write those in host memory again."""
         for node in self.tree.change(pages):
             node.stored = False
         self.send_l3(pages)
 
     def read_l3(self, prefetch: Prefetch):
-        """Begin to read what is lacking, as far as there are places: reads under way hold at most half of
-        host memory. What other prefetches have read stays there, since it is about to be used."""
+        """Start to read the missing pages, as far as host memory has room.
+
+        Reads under way hold at most half of host memory. Pages that other requests' prefetches have read are
+        not evicted, because these requests are about to use them."""
         to_read = self.to_read(prefetch)
         if fits := max(0, min(len(to_read), self.host.size // 2 - len(self.reading))):
             kept = (one.memo.pages_read for one in self.engine.waiting if one.memo)
@@ -444,12 +507,14 @@ class TieredCache(offload.HostCache):
             self.reading.update(run)
             then = partial(self.on_read, prefetch, run, host_blocks, read)
             self.hold("read", [read], given=[(self.host, host_blocks)], then=then)
-        waits = len(to_read) > fits and self.reading  # for the places of other reads
+        waits = len(to_read) > fits and self.reading  # until other reads complete and make room
         prefetch.ended = self.reading.isdisjoint(prefetch.chain) and not waits
 
     def to_read(self, prefetch: Prefetch) -> list:
-        """-> the pages to read: those in storage that are not near, nor on their way, up to the first that is
-        nowhere."""
+        """Return the pages to read, in reading order.
+
+        Storage holds them, both pools lack them, and no read of them is under way. The list ends before the
+        first page that no tier holds."""
         to_read = []
         for node, part in self.tree.spans(prefetch.chain)[:: self.direction]:
             if not (node.is_local or node.stored):
@@ -458,7 +523,9 @@ class TieredCache(offload.HostCache):
         return [page for page in to_read if page not in self.reading]
 
     def on_read(self, prefetch: Prefetch, pages: list, host_blocks: list[int], read, arrived: bool):
-        """A read is over: its pages are in host memory, or what storage has said of the chain is doubted."""
+        """Called when a read has completed: register its pages in host memory.
+
+        If it has failed, end the prefetch, and ask storage again which pages it holds."""
         self.reading.difference_update(pages)
         if arrived:
             self.add_to_l2(pages, host_blocks)
@@ -468,11 +535,14 @@ class TieredCache(offload.HostCache):
         else:
             self.end_prefetch(prefetch)
             if not read.cancelled:
-                self.ask_l3(replace(prefetch))  # doubt what it has said of this chain
+                self.ask_l3(replace(prefetch))  # its earlier answer about this chain may be wrong
 
     def waits(self, request):
-        """Whether storage may bring more of what the request lacks, and the policy lets it wait for that, and
-        the engine, once storage has answered. Else it goes on with what has come."""
+        """Return True to keep the request queued while its pages are prefetched.
+
+        It waits while storage may deliver missing pages and the policy's time is not over. Once storage has
+        answered, the engine must also decide that loading pays. Otherwise the prefetch ends, and the request
+        goes on with the pages that have arrived."""
         prefetch, silent = request.memo, self.storage and self.storage.silent
         if not prefetch:
             return False
@@ -482,10 +552,13 @@ class TieredCache(offload.HostCache):
             prefetch.pays = waits = self.engine.lower_tier.decide(request, self.offer(request)) > 0
         if not waits:
             self.end_prefetch(prefetch)
-        return waits or prefetch.load is not None  # pages on their way to the device arrive before any others
+        return waits or prefetch.load is not None  # admit it after this copy
 
     def offer(self, request) -> Match:
-        """Offer what storage has. The link loads pages while storage reads later ones, except the last."""
+        """Return a Match of the pages that storage holds.
+
+        Reading and loading overlap: together they take the longer of the two, plus the other one's time for
+        the pages of one read."""
         prefetch, block = request.memo, self.host.block_bytes
         tokens = len(prefetch.chain) * self.pool.block_size - request.computed
         pages = self.pool.num_blocks(tokens)
@@ -494,18 +567,20 @@ class TieredCache(offload.HostCache):
         return Match(tokens, max(read, load) + last * min(read, load), prefetch, {"storage": tokens})
 
     def end_prefetch(self, prefetch: Prefetch):
-        """Nobody waits for this prefetch any more: cancel its reads that have not begun."""
+        """End a prefetch: start no more reads, and cancel the reads that have not begun."""
         prefetch.ended = True
         links.cancel(prefetch.reads)
 
-    # It comes back to the device
+    # Restoring: from host memory to the device
 
     def load_ahead(self, prefetch: Prefetch):
-        """Copy pages in host memory that follow those on the device, all layers at once, while later ones are
-        being read. Admission finds them there. `match` offers the pages that have not been copied by then."""
+        """Start to copy the chain's next pages to the device, while storage reads later pages.
+
+        One copy moves all layers of the pages from host memory. Admission finds them on the device. `match`
+        offers the pages that have not been copied by then."""
         chain, pool, on_device = prefetch.chain, self.pool, self.pool.find(prefetch.chain)
         first, host_blocks = len(on_device), self.host.find(chain[len(on_device) :])
-        room = pool.available - len(self.engine.running)  # each running request may need one more block
+        room = pool.available - len(self.engine.running)  # leave each running request one more block
         needed = set().union(*(one.memo.chain for one in self.engine.waiting if one.memo))
         if fits := pool.make_room(max(0, min(len(host_blocks), room)), needed):
             pages, host_blocks = chain[first : first + fits], host_blocks[:fits]
@@ -516,7 +591,7 @@ class TieredCache(offload.HostCache):
             self.hold("load", [copy], (self.host, host_blocks), given=[(pool, blocks)], then=then)
 
     def loaded_ahead(self, prefetch: Prefetch, pages: list, blocks: list[int], copy, arrived: bool):
-        """A copy is over. If it has not failed, its pages are on the device."""
+        """Called when a copy of `load_ahead` has completed: register its pages, unless it has failed."""
         prefetch.load = None
         for block, page in zip(blocks, pages := pages if arrived else []):
             self.pool.register(block, page)
@@ -527,7 +602,9 @@ class TieredCache(offload.HostCache):
         self.counts.update(swap_ins=len(pages), bytes_in=copy.bytes)
 
     def credit(self, request, prefetch: Prefetch):
-        """Count pages that were loaded ahead where they came from: admission has found them on the device."""
+        """Count pages that were loaded ahead as found in host memory or in storage.
+
+        Admission has found them on the device, and counted them there in `request.found`."""
         size, found = self.pool.block_size, Counter(request.found)
         ahead = prefetch.loaded.intersection(request.chain[: found["gpu"] // size])
         read = len(ahead & prefetch.pages_read)
@@ -537,7 +614,7 @@ class TieredCache(offload.HostCache):
         prefetch.loaded.clear()
 
     def match(self, request):
-        """Offer the next run in host memory."""
+        """Return a Match of the request's next pages, as far as host memory holds them, or None."""
         missing, prefetch = self.missing(request), request.memo
         if prefetch and prefetch.loaded and not request.readmitted:
             self.credit(request, prefetch)
@@ -552,6 +629,7 @@ class TieredCache(offload.HostCache):
     # In every step, and at the end
 
     def poll(self):
+        """Called in each step: handle completed transfers, and continue prefetches and writes."""
         self.last_tier = not self.storage or self.storage.is_backlogged
         super().poll()
         self.step_began, now = next(self.engine.block_keys.uses), time.perf_counter()
@@ -568,16 +646,19 @@ class TieredCache(offload.HostCache):
         self.send_l3()
 
     def finished(self, request):
+        """Called when a request ends or is preempted: record its last pages, and end its prefetch."""
         self.record_pages(request)
         super().finished(request)
-        if self.storage:  # of a chain the end is deleted first
+        if self.storage:  # mark the chain as used: storage deletes its tail before its head
             self.storage.use([page.digest for page in request.chain])
         if request.memo:
             self.end_prefetch(request.memo)
         request.memo = None
 
     def close(self):
-        """Let what is on its way arrive, and under write_back send down all that there is time for."""
+        """Wait until transfers have completed, for at most 5 s per pool.
+
+        Under write_back, first evict all pages, so that dirty pages are written to storage."""
         self.poll()
         for pool in self.pool, self.host:
             if self.write_policy == "write_back" and self.storage:
@@ -592,7 +673,7 @@ PREFETCH = "best_effort", "wait_complete", "timeout", "both_ends"
 
 
 def cache_of(policy: str) -> type[TieredCache]:
-    """-> the Cache of a prefetch policy. What `both_ends` adds is in examples/both_ends.py."""
+    """Return the Cache class of a prefetch policy; the class of `both_ends` is in examples/both_ends.py."""
     if policy == "both_ends":
         return importlib.import_module("examples.both_ends").added_to(TieredCache)
     return TieredCache
@@ -601,8 +682,11 @@ def cache_of(policy: str) -> type[TieredCache]:
 # 4. The demo -----------------------------------------------------------------------------------
 
 def demo(model, frontend: Frontend, arguments):
-    """Conversations behind one system prompt, more than L1 and L2 hold, with one, two and three tiers, and
-    with an L3 that another engine has filled; then the policies on an L3 that is as slow as computing."""
+    """Compare numbers of tiers, then prefetch policies.
+
+    The first part asks more conversations than L1 and L2 hold, all with the same system prompt. It asks them
+    of engines with one, two and three tiers, and of an engine whose L3 another engine has filled. The second
+    part times each prefetch policy where reading from L3 takes as long as computing."""
     rng, most = random.Random(0), lesson.context(model, frontend)
     new = max(4, min(arguments.max_tokens, 12) * most // frontend.context)
     size, device, host = arguments.block_size, arguments.gpu_blocks, arguments.cpu_blocks
@@ -619,9 +703,9 @@ def demo(model, frontend: Frontend, arguments):
         for name, (host_blocks, storage) in {**ways, "L1, L2, L3 of another engine": (host, url)}.items():
             given = argparse.Namespace(**options | dict(cpu_blocks=host_blocks, storage=storage))
             engine = engines[name] = make_engine(model, given)
-        # 1. Ask each conversation twice, in any order
+        # 1. Ask each conversation twice, in random order
         taken = {name: converse(engine, frontend, talks, new) for name, engine in engines.items()}
-        # 2. Time one long history that only storage has, under each policy
+        # 2. Time a long history that only storage holds, under each policy
         text = lesson.document_for(engine, frontend, rng, min(most, 2048) // 2, [lesson.SECRET], 2)
         given.prefetch, given.link = "both_ends", engine.lower_tier.cache.bandwidth
         both = engines["both_ends"] = make_engine(model, given)
@@ -632,14 +716,16 @@ def demo(model, frontend: Frontend, arguments):
     verified = lesson.verify(paged.baseline.Engine(model), answers)
 
     report = dict(link=lesson.describe_link(engine.lower_tier.cache.load_link), verified=verified)
-    sizes = f"L1 has {device} pages, L2 {host}; they go down by {arguments.write_policy}"
+    sizes = f"L1 has {device} pages, L2 {host}; write policy: {arguments.write_policy}"
     print(f"{TALKS} conversations of up to {pages} pages, each asked twice; {sizes}\n")
     report |= dict(rows=show_tiers(taken) + show_policies(asked), counters=engine.counters())
     return report, [asked[policy][-1].timeline for policy in ("both_ends", "wait_complete")]
 
 
 def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]:
-    """Ask all conversations, in any order, then each again with one more question -> the requests."""
+    """Ask all conversations in random order, then each again with one more question.
+
+    Returns: the requests, in the order in which they were asked."""
     rng, talks, asked = random.Random(1), [list(talk) for talk in talks], []
     for question in None, lesson.TURNS[2]:
         for talk in rng.sample(talks, len(talks)):
@@ -649,9 +735,12 @@ def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]
 
 
 def policies(engine, both, prompt: list[int]) -> dict[str, list[Request]]:
-    """Ask the same, when only an L3 that is as slow as computing has it, under each policy: `both_ends` of
-    `both`, the others of `engine`."""
-    seconds = lesson.ask(engine, prompt).outcome.ttft_ms / 1e3  # it computes all
+    """Ask the same prompt under each prefetch policy.
+
+    Only L3 holds the prompt's pages, and reading them takes as long as computing them.
+    engine, both: `both` is asked under the policy `both_ends`, `engine` under the others.
+    Returns: policy -> its requests."""
+    seconds = lesson.ask(engine, prompt).outcome.ttft_ms / 1e3  # the engine computes the whole prompt
     size = len(prompt) / engine.pool.block_size * engine.lower_tier.cache.host.block_bytes
     for each in engine, both:
         each.lower_tier.estimates.always, cache = True, each.lower_tier.cache
@@ -669,7 +758,7 @@ def policies(engine, both, prompt: list[int]) -> dict[str, list[Request]]:
 
 
 def show_tiers(taken: dict[str, list[Request]]) -> list[dict]:
-    """Print TTFT, and where the prompts' tokens were found -> rows."""
+    """Print TTFT, and the shares of the prompts' tokens that each tier held. Returns: rows for --json."""
     times = {name: [one.outcome.ttft_ms for one in asked[TALKS:]] for name, asked in taken.items()}
     rows = lesson.table("TTFT, the second time", times, "ttft_ms", "ms")
     print(f"\n{'the second time':30}{'L1':>6}{'L2':>6}{'L3':>6}  computed")
@@ -677,27 +766,27 @@ def show_tiers(taken: dict[str, list[Request]]) -> list[dict]:
         row |= (found := shares(asked[TALKS:]))
         row["first_time_from_storage"] = first = shares(asked[:TALKS])["storage"]
         print(f"  {row['case']:28}" + "".join(f"{share:6.0%}" for share in found.values()))
-    print(f"  (in the last row the first time, too, {first:.0%} came from L3)\n")
+    print(f"  (in the last row, {first:.0%} came from L3 the first time, too)\n")
     return rows
 
 
 def shares(requests: list[Request]) -> dict[str, float]:
-    """-> of the prompts' tokens, what each tier had, and what was computed."""
+    """Return the shares (0 to 1) of the prompts' tokens that each tier held and that were computed."""
     tiers, prompts = ("gpu", "cpu", "storage"), sum(request.prompt_tokens for request in requests)
     found = {tier: sum(request.found.get(tier, 0) for request in requests) / prompts for tier in tiers}
     return {**found, "computed": 1 - sum(found.values())}
 
 
 def show_policies(asked: dict[str, list[Request]]) -> list[dict]:
-    """Print what each policy took -> rows."""
+    """Print TTFT under each policy, and the timeline of `both_ends`. Returns: rows for --json."""
     last = asked["both_ends"][-1]
     title = f"TTFT, {last.prompt_tokens} tokens, storage as fast as computing, the guard off"
     times = {policy: [one.outcome.ttft_ms for one in requests] for policy, requests in asked.items()}
     rows = lesson.table(title, times, "ttft_ms", "ms")
     computed, waited, _, both = (row["ttft_ms"] for row in rows)
     print(
-        f"  both_ends: {min(computed, waited) / both:.2f}x as soon as the better of computing and waiting\n\n"
-        "both_ends (p: prefill, pages read; digits: layers; s: pages to host memory)\n"
+        f"  both_ends: {min(computed, waited) / both:.2f}x as fast as the better of computing and waiting\n\n"
+        "Timeline of both_ends (p: prefill, or pages read; digits: layers loaded; s: pages saved)\n"
         f"{charts.chart(last.timeline)}\n\nAnd if not even the weights fit on the device? Chapter 08."
     )
     return rows
@@ -709,23 +798,23 @@ def add_arguments(parser):
     offload.add_arguments(parser)
     add, number, whole = parser.add_argument, cli.bounded(float, 0, 1e6), cli.bounded(int, 0, 1 << 26)
     add("--hicache-ratio", type=cli.bounded(float, 1, 1e6), metavar="R", help="host memory: R times L1")
-    add("--hicache-size", type=cli.bounded(float, 1e-3, 1e6), metavar="GB", help="of host memory")
+    add("--hicache-size", type=cli.bounded(float, 1e-3, 1e6), metavar="GB", help="size of host memory")
     add("--layout", choices=LAYOUTS, default="page_first_direct", help="of host memory (page_first_direct)")
-    add("--write-policy", choices=WRITE, default="write_through", help="when pages go down (write_through)")
-    add("--hicache-io-backend", choices=("direct", "kernel"), help="what copies on a GPU (by a rule)")
+    add("--write-policy", choices=WRITE, default="write_through", help="when pages are saved (write_through)")
+    add("--hicache-io-backend", choices=("direct", "kernel"), help="what copies on a GPU (link's rule)")
     add("--storage", metavar="URL", help="shared tier: file:DIR, redis://HOST:PORT/N, or module:Class")
-    add("--storage-config", type=backends.configuration, metavar="JSON or @FILE", help="its settings")
+    add("--storage-config", type=backends.configuration, metavar="JSON or @FILE", help="settings of storage")
     add("--storage-bandwidth", type=modelled_link.speed, metavar="GB/S[:GB/S...@SECONDS]", help="modelled")
     add("--prefetch", choices=PREFETCH, default="timeout", help="how long to wait for storage (timeout)")
-    add("--prefetch-threshold", type=whole, default=256, metavar="TOKENS", help="at least to read (256)")
-    add("--prefetch-timeout", type=number, default=1.0, metavar="S", help="of every prefetch (1)")
-    add("--prefetch-timeout-per-1k", type=number, default=0.25, metavar="S", help="each 1,024 tokens (0.25)")
+    add("--prefetch-threshold", type=whole, default=256, metavar="TOKENS", help="fewest to read (256)")
+    add("--prefetch-timeout", type=number, default=1.0, metavar="S", help="of each prefetch (1)")
+    add("--prefetch-timeout-per-1k", type=number, default=0.25, metavar="S", help="per 1,024 tokens (0.25)")
 
 
 def make_engine(model, arguments) -> paged.Engine:
     """Chapter 02's engine with this chapter's Cache. Raises BadRequest."""
     size, url = arguments.block_size, arguments.storage or None
-    # 1. Host memory gets as many pages as the one option says that is given
+    # 1. The size of host memory: one of three options, or a default
     page_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
     useful = arguments.max_running * -(-model.config.max_position_embeddings // size)
     device = cli.blocks_that_fit(arguments.gpu_blocks, useful, page_bytes, model.device, "--gpu-blocks")
@@ -733,14 +822,14 @@ def make_engine(model, arguments) -> paged.Engine:
     asked = arguments.cpu_blocks, ratio and int(ratio * device), giga and int(1e9 * giga / page_bytes)
     given = [pages for pages in asked if pages is not None] or [None]
     if len(given) > 1 or ratio == 1:
-        raise BadRequest("Give one of --cpu-blocks, --hicache-size and --hicache-ratio, the last above 1.")
+        raise BadRequest("Give one of --cpu-blocks, --hicache-size and --hicache-ratio (above 1).")
     options = argparse.Namespace(**vars(arguments) | dict(cpu_blocks=given[0]))
     pages = offload.host_blocks(model, options, page_bytes)
     # 2. Storage, and the engine
     config, (threshold, *timeout) = backends.settings(arguments.storage_config, arguments)
     storage = url and backends.open_storage(url, config, arguments.storage_bandwidth)
     if arguments.hicache_io_backend and model.device.type != "cuda":
-        raise BadRequest("--hicache-io-backend chooses what copies on a GPU, and here is none: leave it out.")
+        raise BadRequest("--hicache-io-backend says what copies on a GPU, and here is none: leave it out.")
     cache = cache_of(arguments.prefetch)(
         pages, hardware.bandwidth(model, arguments.link), storage, arguments.prefetch,
         arguments.write_policy, arguments.layout, threshold, tuple(timeout), arguments.hicache_io_backend,
