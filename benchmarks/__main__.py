@@ -5,10 +5,10 @@
     python -m benchmarks --only tiered ranks    these alone; the results of the others stay
     python -m benchmarks --list                 print the commands, and run nothing
 
-Each benchmark is a process of its own and writes its results to benchmarks/results/last after each of its parts. If one
-fails, or takes twice its time, the others still run, and its finished parts are kept. No other program should run at the
-same time. With `--json benchmarks/results` one run of all benchmarks makes the results from which tools/report.py writes
-the pages.
+Each benchmark is a process of its own and writes its results to benchmarks/results/last after each of its
+parts. If one fails, or takes twice its time, the others still run, and its finished parts are kept. No other
+program should run at the same time. With `--json benchmarks/results` one run of all benchmarks makes the
+results from which tools/report.py writes the pages.
 """
 
 import argparse
@@ -37,8 +37,8 @@ PARTS = {
 
 
 def ended(command: list[str], minutes: float) -> int:
-    """Run Python with these arguments. Returns: its exit code, or 124 if it took longer than `minutes`; then it and all of
-    its child processes are killed."""
+    """Run Python with these arguments. Returns: its exit code, or 124 if it took longer than `minutes`; then
+    it and all of its child processes are killed."""
     process = subprocess.Popen([sys.executable, *command], start_new_session=True)
     try:
         return process.wait(60 * minutes)

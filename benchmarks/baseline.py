@@ -3,9 +3,9 @@
     python -m benchmarks.baseline                       all models; results in benchmarks/results/
     python -m benchmarks.baseline --model random:tinyllama --dtype bfloat16 --new-tokens 33
 
-One request of 512 tokens, of which nothing is cached. `transformers` is not compiled, and runs with each of its caches:
-dynamic (its default, with which the claims compare), and on a GPU also static and offloaded to host memory. TBT is the mean
-time between the tokens of one answer.
+One request of 512 tokens, of which nothing is cached. `transformers` is not compiled, and runs with each of
+its caches: dynamic (its default, with which the claims compare), and on a GPU also static and offloaded to
+host memory. TBT is the mean time between the tokens of one answer.
 """
 import importlib
 import time
@@ -25,8 +25,8 @@ PEERS = {"dynamic": {}, **{name: dict(cache_implementation=name) for name in ("s
 
 
 def ask_theirs(model, prompt: list[int], new: int, **cache) -> tuple[float, float, list[int]]:
-    """Ask `generate` of transformers, greedy and not compiled: compiling takes longer than it saves here, and needs a
-    compiler. `cache`: options of `generate`. Returns: TTFT in ms, TBT in ms, and the new tokens."""
+    """Ask `generate` of transformers, greedy and not compiled: compiling takes longer than it saves here, and
+    needs a compiler. `cache`: options of `generate`. Returns: TTFT in ms, TBT in ms, and the new tokens."""
     times, ids = [time.perf_counter()], torch.tensor([prompt], device=model.device)  # [1, T]
     streamer = SimpleNamespace(put=lambda tokens: times.append(time.perf_counter()), end=lambda: None)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,

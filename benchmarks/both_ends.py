@@ -1,21 +1,24 @@
-"""Compare chapter 06's both ends with computing alone and loading alone, on one model and one storage, in turn.
+"""Compare chapter 06's both ends with computing alone and with loading alone, in turn.
 
     python -m benchmarks.both_ends                                     all; results in benchmarks/results/
     python -m benchmarks.both_ends --only grid --model classroom --histories 1024 --r 1
 
-grid      TTFT of a question of 16 tokens behind a history that only storage has. Loading the history takes r times as
-          long as computing it. The prefill gets a share of each step, and prompts of other requests take the rest. With
-          a share of 1, loading alone is asked in turn with computing alone and both. The bound is the TTFT of a device
-          hit plus the time until both ends meet. That time follows from loading alone and computing alone as measured,
-          less the hit. Early tokens cost less to compute than late ones. The loader slows computing by the factor that
-          is measured while the loader runs and none of its chunks is used (Figure 7).
+grid      TTFT of a question of 16 tokens behind a history that only storage has. Loading the history takes r
+          times as long as computing it. The prefill gets a share of each step, and prompts of other requests
+          take the rest. With a share of 1, loading alone is asked in turn with computing alone and both. The
+          bound is the TTFT of a device hit plus the time until both ends meet. That time follows from loading
+          alone and computing alone as measured, less the hit. Early tokens cost less to compute than late
+          ones. The loader slows computing by the factor that is measured while the loader runs and none of
+          its chunks is used (Figure 7).
 lengths   the same for several lengths at one bandwidth (Figure 5b): the share of tokens that is computed.
-steps     the time of each step of 256 tokens, computing alone (Figure 3), and the bytes of K and V that it makes a
-          second, beside reading them from a file and copying them in memory (Figure 2).
-bits      chunks of 8 bits beside chunks in the model's dtype, which has 16 bits if the processor multiplies them: TTFT,
-          answers that agree, and the largest error of K and V; with a whole step, and with half of one.
+steps     the time of each step of 256 tokens, computing alone (Figure 3), and the bytes of K and V that it
+          makes a second, beside reading them from a file and copying them in memory (Figure 2).
+bits      chunks of 8 bits beside chunks in the model's dtype, which has 16 bits if the processor multiplies
+          them: TTFT, answers that agree, and the largest error of K and V; with a whole step, and with half
+          of one.
 
-The paper's shares (appendix C) are 10, 50 and 90 %. Its 2, 5 and 10 Gbit/s are r = 16, 6.6 and 3.3 on an A100 (14K tokens).
+The paper's shares (appendix C) are 10, 50 and 90 %. Its 2, 5 and 10 Gbit/s are r = 16, 6.6 and 3.3 on an A100
+(14K tokens).
 """
 
 import random
@@ -93,8 +96,9 @@ class Bench:
         self.bytes = tokens // CHUNK * self.cache.chunk_bytes
 
     def once(self, way: str, share: float = 1.0, question: list[int] | None = None) -> Request:
-        """Ask a question behind the history. `way`: hit (on the device), compute, load, both, or beside (compute while the
-        loader runs); `share`: of each step, for this request. Returns: the finished request."""
+        """Ask a question behind the history. `way`: hit (on the device), compute, load, both, or beside
+        (compute while the loader runs); `share`: of each step, for this request. Returns: the finished
+        request."""
         engine, cache = self.engine, self.cache
         lesson.wait_until_idle(engine)
         if way != "hit":
@@ -122,7 +126,7 @@ class Bench:
         return request
 
     def fill(self, share: float):
-        """Submit prompts of other requests until they fill the rest, 1 - share, of the next step's token budget."""
+        """Submit prompts of other requests that fill 1 - share of the next step's token budget."""
         self.crowd = [other for other in self.crowd if other.outcome is None]
         budget = self.engine.token_budget
         missing = int((1 - share) * budget) - sum(other.pending for other in self.crowd)
@@ -155,8 +159,8 @@ def grid(model, arguments):
 def cell(bench: Bench, speed: float, share: float, rounds: int) -> dict:
     """Measure all ways in turn over storage of `speed` bytes/s. Returns: the row.
 
-    With a share below 1, prompts of other requests take long, so there are at most three rounds, and loading alone is
-    asked once."""
+    With a share below 1, prompts of other requests take long, so there are at most three rounds, and loading
+    alone is asked once."""
     bench.use(speed)
     whole = share == 1
     slowed = bench.typical("beside") / bench.typical("compute")
@@ -180,7 +184,7 @@ def cell(bench: Bench, speed: float, share: float, rounds: int) -> dict:
 
 
 def time_to_meet(config, tokens: int, load: float, compute: float) -> float:
-    """Return the time until both ends meet, if computing all tokens takes `compute` and loading all takes `load`."""
+    """Return the time until both ends meet. `compute`, `load`: the time to compute, and to load, all tokens."""
     whole = flops(config, 0, tokens)
     return min(max(compute * flops(config, 0, front) / whole, load * (1 - front / tokens)) for front in range(tokens + 1))
 
@@ -197,7 +201,7 @@ def lengths(model, arguments):
 # 2. Steps, and 8 bits ---------------------------------------------------------------------------------------
 
 def steps(model, arguments):
-    """Yield one row: the time of each prefill step, and the bytes/s of computing, of a file and of host memory."""
+    """Yield one row: the time of each prefill step; MB/s of computing, of a file and of host memory."""
     bench = Bench(model, min(7, (model.config.max_position_embeddings - 2 * QUESTION) // STEP) * STEP)
     bench.engine.token_budget = STEP
     asked = [bench.once("compute") for _ in range(1 + arguments.rounds)][1:]

@@ -4,10 +4,10 @@
     python -m benchmarks.claims benchmarks/results/last     judge the last `python -m benchmarks`; a second argument
                                                             names the device as file names do (default: cpu)
 
-Each claim reads cells from the rows of one benchmark. A row whose mechanism did nothing (no tokens restored, no chunks
-loaded, no blocks rebuilt) makes no cell. A claim holds if all of its cells hold. "not 3 % slower" fails where the median of
-the paired ratios exceeds 1.03 and their lower quartile exceeds 1. tools/on_paper.py does the arithmetic, and tools/report.py
-adds it to the table.
+Each claim reads cells from the rows of one benchmark. A row whose mechanism did nothing (no tokens restored,
+no chunks loaded, no blocks rebuilt) makes no cell. A claim holds if all of its cells hold. "not 3 % slower"
+fails where the median of the paired ratios exceeds 1.03 and their lower quartile exceeds 1. tools/on_paper.py
+does the arithmetic, and tools/report.py adds it to the table.
 """
 
 import json
@@ -49,11 +49,11 @@ class Claim(NamedTuple):
 # 1. Reading each benchmark ----------------------------------------------------------------------------------
 
 def cells(part: str, label: str, figure: Callable, exercised: Callable = lambda row: 1, **wanted) -> Callable:
-    """Return a reader: (found) -> one cell for each row of `part` that has the `wanted` values and was `exercised`.
+    """Return a reader: (found) -> one cell for each row of `part` that is as wanted and was exercised.
 
-    `label`: a template for the row. `figure`: (row) -> a number, or the spread of paired ratios. `exercised`: (row) -> true
-    if the mechanism moved or computed something. `wanted`: values of the row's keys, `model` among them. A row without a
-    key that is read, such as a row of older code, makes no cell."""
+    `label`: a template for the row. `figure`: (row) -> a number, or the spread of paired ratios. `exercised`:
+    (row) -> true if the mechanism moved or computed something. `wanted`: values of the row's keys, `model`
+    among them. A row without a key that is read, such as a row of older code, makes no cell."""
     def read(found: list) -> list[Cell]:
         every = []
         for row in rows(found, part, **wanted):
@@ -96,7 +96,8 @@ def inverse(read: Callable) -> Callable:
 
 
 def sessions(key: str, base: str, *systems: str) -> Callable:
-    """Return a reader: for each system the ratios `key` of all runs, at the rates that both it and `base` sustain."""
+    """Return a reader: for each system the ratios `key` of all runs, at the rates that both it and `base`
+    sustain."""
     def read(found: list) -> list[Cell]:
         every = rows(found, "sessions")
         diverged = {(row["system"], row["rate"]) for row in every if row["diverged"]}
@@ -124,7 +125,8 @@ def mix(key: str, **wanted) -> Callable:
 
 
 def policies(policy: str) -> Callable:
-    """Return a reader: TTFT of `both_ends` over TTFT of `policy`, in rows whose measured r is near the intended one."""
+    """Return a reader: TTFT of `both_ends` over TTFT of `policy`, in rows whose measured r is near the
+    intended one."""
     return cells("policies", f"{policy}, {{model}}, r {{r:g}}, guard {{guard}}", lambda row: row["both_ends_over"][policy],
                  lambda row: row["from_storage"]["both_ends"] * (0.75 < row["measured_r"] / row["r"] < 1.33))
 
@@ -261,8 +263,8 @@ def read(folder: Path = RESULTS) -> dict:
 def table(results: dict, device: str = "cpu", paper=None) -> list[list[str]]:
     """Return the table's rows, one for each claim, with the columns of HEADER.
 
-    `device`: as in file names; results of `ranks` are taken from the CPU where this device has none. `paper`: the module
-    tools.on_paper, or None to leave the column of arithmetic empty."""
+    `device`: as in file names; results of `ranks` are taken from the CPU where this device has none. `paper`:
+    the module tools.on_paper, or None to leave the column of arithmetic empty."""
     def found(benchmark: str) -> list:
         file = results.get(f"{benchmark}-{device}") or results.get(f"{benchmark}-cpu" if benchmark == "ranks" else "", {})
         return file.get("found", [])
@@ -294,9 +296,10 @@ def judged(claim: Claim, found: list) -> tuple[str, str]:
 def on_gpu(results: dict, ways: tuple[str, ...]) -> str:
     """Return the figures of all GPUs as text, one for each file gpu-DEVICE.json; ABSENT without any.
 
-    Each figure is that of a 7B, else of a model whose hidden states are half as large as K and V, with the longest history.
-    Two `ways` give the first one's time over the second one's, and the ratio that arithmetic allows, if the rows have it.
-    One way gives the TBT of eight requests while its history comes back, over that beside a short prompt."""
+    Each figure is that of a 7B, else of a model whose hidden states are half as large as K and V, with the
+    longest history. Two `ways` give the first one's time over the second one's, and the ratio that arithmetic
+    allows, if the rows have it. One way gives the TBT of eight requests while its history comes back, over
+    that beside a short prompt."""
     made = []
     for file in (file for name, file in results.items() if name.startswith("gpu-")):
         each = [row for job in file.values() for row in job["rows"] if row.get("way") in ways and "," not in row["model"]]
@@ -310,7 +313,8 @@ def on_gpu(results: dict, ways: tuple[str, ...]) -> str:
 
 
 def times(over: dict, under: dict) -> str:
-    """Return one way's time over another's as text, and the ratio that arithmetic allows, if both rows have it."""
+    """Return one way's time over another's as text, and the ratio that arithmetic allows, if both rows have
+    it."""
     ratio, allowed = (number(median(one) / median(other)) if one and other else "" for one, other in (
         (over.get("ttft_ms") or over["answers_ms"], under.get("ttft_ms") or under["answers_ms"]),
         (over.get("allowed_ms"), under.get("allowed_ms"))))  # fmt: skip

@@ -3,12 +3,13 @@
     python -m benchmarks.engine                                   all; results in benchmarks/results/
     python -m benchmarks.engine --only burst --model classroom
 
-throughput   16 requests at once, each 32 tokens of prompt and 32 of answer, against the same in chapter 01, one by one.
-host         TTFT behind a history in host memory, beside a history on the device and a computed one. The bound of a
-             restoration is its bytes over the link's bandwidth. The bound of TTFT is the longer of that time and of the
-             TTFT of a device hit, plus one layer's share of the shorter one.
-burst        30 questions at once about one document of 1,024 tokens that the device has evicted: it is restored once (03)
-             or computed once (02).
+throughput   16 requests at once, each 32 tokens of prompt and 32 of answer, against the same in chapter 01,
+             one by one.
+host         TTFT behind a history in host memory, beside a history on the device and a computed one. The
+             bound of a restoration is its bytes over the link's bandwidth. The bound of TTFT is the longer of
+             that time and of the TTFT of a device hit, plus one layer's share of the shorter one.
+burst        30 questions at once about one document of 1,024 tokens that the device has evicted: it is
+             restored once (03) or computed once (02).
 """
 
 import random
@@ -27,8 +28,8 @@ QUESTION, DOCUMENT, CROWD = 32, 1024, 30  # tokens, tokens, requests
 
 
 def engine_of(model, tokens: int, restoring: bool = True):
-    """Return an engine with room for `tokens` on the device. With `restoring` it has chapter 03's host memory for twice as
-    many, and restores every hit."""
+    """Return an engine with room for `tokens` on the device. With `restoring` it has chapter 03's host memory
+    for twice as many, and restores every hit."""
     blocks = -(-tokens // 16)
     cache = offload.HostCache(2 * blocks, hardware.bandwidth(model)) if restoring else None
     return planned.engine_of(model, blocks, cache, always=True)

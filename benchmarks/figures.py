@@ -1,4 +1,4 @@
-"""Draw the lanes of single requests, and chapter 06's grid, from the results. Needs matplotlib (requirements-dev.txt).
+"""Draw the lanes of single requests, and chapter 06's grid. Needs matplotlib (requirements-dev.txt).
 
     python -m benchmarks.figures            benchmarks/results -> docs/figures
 """

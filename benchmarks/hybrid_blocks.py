@@ -3,17 +3,18 @@
     python -m benchmarks.hybrid_blocks                              all; results in benchmarks/results/
     python -m benchmarks.hybrid_blocks --only grid --model random:small --f 1.25 --batch 64 --context 1024
 
-grid        decode steps; the contexts are filled in without a prefill. f sets the speed of the modelled link: the time of all
-            weights and all K and V over the link, divided by the time to rebuild all K and V and compute the rest. A GPU's
-            link is real. The device has room for half of the layers, beside two places for layers that come and go.
-            `allowed` is the gain of hybrid by the planner's estimate, with the costs of these steps.
-lengths     the same for contexts of mixed lengths, in about four mini-batches: act-only, 1:1 and paper are the columns of
-            Table III (there all prompts have 1,920 tokens).
+grid        decode steps; the contexts are filled in without a prefill. f sets the speed of the modelled link:
+            the time of all weights and all K and V over the link, divided by the time to rebuild all K and V
+            and compute the rest. A GPU's link is real. The device has room for half of the layers, beside two
+            places for layers that come and go. `allowed` is the gain of hybrid by the planner's estimate,
+            with the costs of these steps.
+lengths     the same for contexts of mixed lengths, in about four mini-batches: act-only, 1:1 and paper are
+            the columns of Table III (there all prompts have 1,920 tokens).
 whole       a batch from its prompts to its last token, as in the paper's Figure 8.
 
-All policies run on one code path: `kv-only` stands for FlexGen, `naive` for DeepSpeed-Inference, `act-only` for
-CAPTURE-Act-Cache, `1:1` for CAPTURE's hybrid without Algorithm 1, and `paper` for all of CAPTURE. `kv-only`, `naive` and
-`act-only` use the device's memory in the way that serves them best.
+All policies run on one code path: `kv-only` stands for FlexGen, `naive` for DeepSpeed-Inference, `act-only`
+for CAPTURE-Act-Cache, `1:1` for CAPTURE's hybrid without Algorithm 1, and `paper` for all of CAPTURE.
+`kv-only`, `naive` and `act-only` use the device's memory in the way that serves them best.
 """
 
 import importlib
@@ -39,9 +40,9 @@ GROUPS = 4  # parts into which `naive` divides a batch; the paper does not say h
 def planner_for(f: float, model, contexts: list[int]):
     """Measure the costs of decode steps behind `contexts` (tokens of each request).
 
-    Returns: a Planner with these costs; the bandwidth of a modelled link over which all weights and all K and V take `f`
-    times as long as computing with ACT blocks alone; and f. With a GPU, whose link is real, the bandwidth is None, and f is
-    that of its link."""
+    Returns: a Planner with these costs; the bandwidth of a modelled link over which all weights and all K and
+    V take `f` times as long as computing with ACT blocks alone; and f. With a GPU, whose link is real, the
+    bandwidth is None, and f is that of its link."""
     blocks, costs = sum(context // 16 + 3 for context in contexts), hybrid.Costs(1e9, 0.0, 0.0)
     layers, sizes = len(model.layers), hybrid.sizes_of(model, 16)
     planner = hybrid.Planner("act-only", costs, sizes, layers, blocks, (2 + layers // 2) * sizes.weights)
@@ -56,7 +57,8 @@ def planner_for(f: float, model, contexts: list[int]):
 
 
 def one_step(engine) -> dict:
-    """Run one decode step. Returns: its seconds, bytes over the link by kind, the busy share of each lane, and its costs."""
+    """Run one decode step. Returns: its seconds, bytes over the link by kind, the busy share of each lane,
+    and its costs."""
     seconds, timeline = hybrid.one_step(engine)
     moved = dict(weights=0, kv=0, act=0, store=0)
     for transfer in engine.runner.transfers:
@@ -68,7 +70,8 @@ def one_step(engine) -> dict:
 # 1. Opponents -----------------------------------------------------------------------------------------------
 
 class Naive(hybrid.HybridRunner):
-    """A runner without mini-batches: each part of the batch passes through all layers alone and fetches all weights."""
+    """A runner without mini-batches: each part of the batch passes through all layers alone and fetches all
+    weights."""
 
     def step(self, work: list) -> tuple:
         size = -(-len(work) // GROUPS)
@@ -77,7 +80,7 @@ class Naive(hybrid.HybridRunner):
 
 
 def in_halves(planner, model, bandwidth):
-    """Return a runner with as many bytes of ACT blocks as of KV blocks in use on the host: two ACT blocks for one KV block.
+    """Return a runner with as many bytes of ACT as of KV blocks in use on the host: two blocks for one.
 
     ACT blocks are filled first. The device holds ACT blocks only, as in the paper."""
     on_device = planner.paper_plan().act_device
@@ -98,8 +101,8 @@ def runners_of(planner, model, bandwidth, *others: str) -> dict:
 
 
 def bounds(planner, runners: dict, costs: dict) -> dict[str, float]:
-    """Estimate the seconds of a decode step of each policy, with the median costs of the steps of hybrid, kv-only and
-    act-only, which form mini-batches alike."""
+    """Estimate the seconds of a decode step of each policy, with the median costs of the steps of hybrid,
+    kv-only and act-only, which form mini-batches alike."""
     planner = planner.with_samples([cost for policy in hybrid.POLICIES[:3] for cost in costs[policy]])
     return {policy: planner.seconds(runners[policy].plan) for policy in hybrid.POLICIES}
 
@@ -107,7 +110,8 @@ def bounds(planner, runners: dict, costs: dict) -> dict[str, float]:
 # 2. Decode steps --------------------------------------------------------------------------------------------
 
 def cell(model, f: float, contexts: list[int], parts: int, rounds: int) -> dict:
-    """Measure decode steps of all policies in turn. Buffers hold one of `parts` parts of the contexts. Returns: the row."""
+    """Measure decode steps of all policies in turn. Buffers hold one of `parts` parts of the contexts.
+    Returns: the row."""
     planner, bandwidth, f = planner_for(f, model, contexts)
     runners = runners_of(planner, model, bandwidth, *(() if f in FACTORS[::2] else OTHERS))
     engines = {name: hybrid.decode_engine(runner, contexts) for name, runner in runners.items()}
@@ -149,8 +153,8 @@ def lengths(model, arguments, batch: int = 32, longest: int = 384, f: float = 1.
 # 3. Whole answers --------------------------------------------------------------------------------------
 
 def answer(engine, prompts: list[list[int]], new: int) -> dict:
-    """Answer a batch. Returns: its seconds, the share of them until every request has its first token, the answers, and the
-    costs of its last step."""
+    """Answer a batch. Returns: its seconds, the share of them until every request has its first token, the
+    answers, and the costs of its last step."""
     began = time.perf_counter()
     requests = engine.generate([Request(prompt, new) for prompt in prompts])
     seconds = time.perf_counter() - began
@@ -161,7 +165,8 @@ def answer(engine, prompts: list[list[int]], new: int) -> dict:
 def whole(model, arguments, batch: int = 16, context: int = 128, new: int = 12, f: float = 1.25):
     """Yield a row for each policy: throughput over prefill and decode.
 
-    `allowed` adds the estimated decode steps to the shortest prefill of all policies, since all compute the same in it."""
+    `allowed` adds the estimated decode steps to the shortest prefill of all policies, since all compute the
+    same in it."""
     planner, bandwidth, f = planner_for(f, model, batch * [context + new // 2])
     runners = runners_of(planner, model, bandwidth, "naive")
     engines = {name: hybrid.paged.Engine(runner, None, batch * context, batch) for name, runner in runners.items()}

@@ -47,8 +47,8 @@ def ttft(requests: list[Request]) -> list[float]:
 
 
 def is_slower(ratios: list[float], by: float = 0.03) -> bool:
-    """Return True if paired ratios of times show a slowdown of more than `by`: their median exceeds 1 + by, and their
-    lower quartile exceeds 1."""
+    """Return True if paired ratios of times show a slowdown of more than `by`: their median exceeds 1 + by,
+    and their lower quartile exceeds 1."""
     low = statistics.quantiles(ratios, n=4)[0] if len(ratios) > 1 else ratios[0]
     return statistics.median(ratios) > 1 + by and low > 1
 
@@ -61,7 +61,7 @@ def draw(rng, model, tokens: int) -> list[int]:
 
 
 def same_question_in_turn(ways: dict, rounds: int, question) -> dict[str, list]:
-    """Call all `ways` in turn, as `lesson.in_turn` does. In each round all are called with one value of `question()`.
+    """Call all `ways` in turn (`lesson.in_turn`), in each round with the same value of `question()`.
 
     Returns: name -> results of the rounds after the warm-up."""
     drawn = [question() for _ in range(rounds + 1)]
@@ -79,7 +79,7 @@ def change_speed(engine, slowed, lane, bandwidth: Bandwidth | None):
 
 
 def check_alike(model, answers: dict[str, list[list[int]]]):
-    """Raise AssertionError if a float32 model has answered differently in one round. In 16 bits rounding may differ.
+    """Raise AssertionError if a float32 model has answered differently in one round. 16 bits may differ.
 
     `answers`: name -> the tokens of each round."""
     alike = all(tokens == each[0] for each in zip(*answers.values()) for tokens in each)
@@ -111,11 +111,11 @@ def one_sentence():
 
 
 def run(benchmark: str, parts: dict, report, arguments, load=checkpoint.load):
-    """Measure all parts on their models, write the results after each part, and print the tables of `report` at the end.
+    """Measure all parts on their models, write results after each, and print the tables of `report`.
 
-    `parts`: name -> (function, models). A function takes (model, arguments) and yields rows; each row is printed as it
-    comes. `arguments.name` is the name or folder from which the model was loaded. A part that fails keeps its rows; the
-    other parts still run, and then the process ends with code 1."""
+    `parts`: name -> (function, models). A function takes (model, arguments) and yields rows; each row is
+    printed as it comes. `arguments.name` is the name or folder from which the model was loaded. A part that
+    fails keeps its rows; the other parts still run, and then the process ends with code 1."""
     found, failed, device = [], [], "cpu"
     names = dict.fromkeys(name for part in arguments.only for name in parts[part][1])
     for model_name in arguments.model or names:
@@ -149,13 +149,15 @@ def run(benchmark: str, parts: dict, report, arguments, load=checkpoint.load):
 
 
 def place_of(name: str) -> str:
-    """Return the name or folder for `checkpoint.load`; empty for the trained model if its folder does not exist."""
+    """Return the name or folder for `checkpoint.load`; empty for the trained model if its folder does not
+    exist."""
     folder = RESULTS.parent.parent / "models" / name
     return name if name != TRAINED else str(folder) if folder.is_dir() else ""
 
 
 def short_dtype() -> str:
-    """Return bfloat16 if the device multiplies it, else float32: a processor without it would convert each operand."""
+    """Return bfloat16 if the device multiplies it, else float32: a processor without it would convert each
+    operand."""
     on_gpu = checkpoint.pick_device("auto") == "cuda"
     return "bfloat16" if on_gpu or torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
 
@@ -166,8 +168,8 @@ def modelled(model, speed: float) -> float | None:
 
 
 def link_of(device) -> dict:
-    """Return the fields that describe the link in each row. A real link has its measured speed; a row with a modelled
-    link has its own."""
+    """Return the fields that describe the link in each row. A real link has its measured speed; a row with a
+    modelled link has its own."""
     if device.type != "cuda":
         return dict(modelled=True)
     return dict(modelled=False, link=AS_IT_IS, link_gbps=Link("load", Clock(device)).speed() / 1e9)
@@ -192,12 +194,14 @@ def processor(device: str = "cpu") -> str:
 
 
 def device_name(device: str = "auto") -> str:
-    """Return the device's part of a result file's name: cpu, or the GPU's name, such as nvidia-h100-80gb-hbm3."""
+    """Return the device's part of a result file's name: cpu, or the GPU's name, such as
+    nvidia-h100-80gb-hbm3."""
     return re.sub(r"\W+", "-", processor("cuda").lower()) if checkpoint.pick_device(device) == "cuda" else "cpu"
 
 
 def commit() -> str:
-    """Return the last commit that changed code, with " with changes" if code differs from it; empty without git."""
+    """Return the last commit that changed code, with " with changes" if code differs from it; empty without
+    git."""
     git = partial(subprocess.run, cwd=RESULTS.parent, capture_output=True, text=True)
     try:
         last = git(["git", "log", "-1", "--format=%H", "--", ":/*.py"]).stdout[:10]
@@ -207,7 +211,8 @@ def commit() -> str:
 
 
 def write(benchmark: str, device: str, path: Path, found: list[dict]):
-    """Write results with their commit, machine and versions to the file `path`, or to BENCHMARK-DEVICE.json in that folder."""
+    """Write results with their commit, machine and versions to the file `path`, or to BENCHMARK-DEVICE.json
+    in that folder."""
     path = path if path.suffix else path / f"{benchmark}-{device_name(device)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({

@@ -2,10 +2,10 @@
 
     python -m benchmarks.outside                                   results in benchmarks/results/
 
-sessions        sixteen sessions at once (HCache, Figure 9). Each system is a server of its own, and clients ask it over HTTP.
-                The device loses its cached blocks before each round, except in 02, the ideal. Rounds arrive as a Poisson
-                process, and its rate rises until TTFT diverges. All systems play the same rounds in turn, in three runs.
-                TTFT counts from the moment when a round was due.
+sessions        sixteen sessions at once (HCache, Figure 9). Each system is a server of its own, and clients
+                ask it over HTTP. The device loses its cached blocks before each round, except in 02, the
+                ideal. Rounds arrive as a Poisson process, and its rate rises until TTFT diverges. All systems
+                play the same rounds in turn, in three runs. TTFT counts from the moment when a round was due.
 """
 
 import http.client
@@ -40,7 +40,8 @@ def percentiles(samples: list[float], *shares: int) -> dict:
 # 1. Under load, over HTTP -----------------------------------------------------------------------------------
 
 class Service:
-    """One chapter's server, in a process of its own, with room for all sessions on the device and in host memory."""
+    """One chapter's server, in a process of its own, with room for all sessions on the device and in host
+    memory."""
 
     def __init__(self, system: str, model: str, blocks: int):
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -68,7 +69,8 @@ class Service:
         self.process.wait()
 
     def opened(self, method: str, path: str, **fields):
-        """Send a request with a JSON body. Returns: the open response. Raises OSError, also if the server refuses."""
+        """Send a request with a JSON body. Returns: the open response. Raises OSError, also if the server
+        refuses."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         connection.request(method, path, json.dumps(fields), {"Content-Type": "application/json"})
         response = connection.getresponse()
@@ -77,8 +79,8 @@ class Service:
         return response
 
     def ask(self, prompt: list[int], due: float) -> dict:
-        """Ask one round that was due at `due` (seconds of time.perf_counter()). Returns: TTFT and TBT in ms, the new tokens,
-        and the tokens restored from host memory."""
+        """Ask one round that was due at `due` (seconds of time.perf_counter()). Returns: TTFT and TBT in ms,
+        the new tokens, and the tokens restored from host memory."""
         if self.system != "02":
             self.opened("POST", "/evict", tier="device").read()
         with self.opened("POST", "/generate", prompt=prompt, max_tokens=ANSWER, stream=True) as response:
@@ -96,8 +98,8 @@ class Service:
 def play(service: Service, texts: list[list[int]], rounds: list[tuple[float, int, list[int]]]) -> list[dict]:
     """Play rounds, each session on a thread of its own; a round waits for its session's last one.
 
-    `texts`: the first history of each session. `rounds`: (seconds from the start until it is due, session, new tokens).
-    Returns: the results of `Service.ask`, in the order of `rounds`."""
+    `texts`: the first history of each session. `rounds`: (seconds from the start until it is due, session,
+    new tokens). Returns: the results of `Service.ask`, in the order of `rounds`."""
     began, answered = time.perf_counter() + 0.05, {}
 
     def session(number: int):
@@ -160,7 +162,8 @@ def sessions(model, arguments):
 
 
 def against(runs: list[list[dict]], taken: dict) -> dict:
-    """Compare p50 and p90 of TTFT with 03, and the mean TBT with 02, run by run, as long as these play this rate."""
+    """Compare p50 and p90 of TTFT with 03, and the mean TBT with 02, run by run, as long as these play this
+    rate."""
     def percentile(runs: list, share: int) -> list[float]:
         return [float(numpy.percentile([one["ttft_ms"] for one in run], share)) for run in runs]
 
@@ -176,10 +179,10 @@ def against(runs: list[list[dict]], taken: dict) -> dict:
 # 2. The tables and main --------------------------------------------------------------------------------------
 
 def sustained(rows: list[dict]) -> dict[str, float]:
-    """Return for each system the rounds a second at which its median TTFT is DIVERGED times that at the lowest rate.
+    """Return for each system the rounds a second at which its TTFT diverges.
 
-    It is interpolated between two measured rates on logarithmic scales. A system that never diverged has its highest
-    measured rate."""
+    There its median TTFT is DIVERGED times that at the lowest rate. The rate is interpolated between two measured rates on logarithmic scales. A system that never diverged has its
+    highest measured rate."""
     found = {}
     for system in dict.fromkeys(row["system"] for row in rows):
         each = [(row["rate"], tables.median(row["over_lowest_rate"])) for row in rows if row["system"] == system]

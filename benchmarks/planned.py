@@ -3,10 +3,10 @@
     python -m benchmarks.planned                                   all; results in benchmarks/results/
     python -m benchmarks.planned --model random:long --histories 1024
 
-ttft       TTFT of a question of 32 tokens behind a history that the device has evicted, over three modelled links: a layer's
-           hidden states take twice as long to transfer as to project, as long, and half as long. A GPU has its own link.
-           Chapter 02 computes the history, in turn with the chapters that restore it. A row has the restored tokens and
-           bytes, the plan, and its bound.
+ttft       TTFT of a question of 32 tokens behind a history that the device has evicted, over three modelled
+           links: a layer's hidden states take twice as long to transfer as to project, as long, and half as
+           long. A GPU has its own link. Chapter 02 computes the history, in turn with the chapters that
+           restore it. A row has the restored tokens and bytes, the plan, and its bound.
 at_once    eight and sixteen requests at once, each behind a history of its own.
 lanes, saving    for pictures: the spans in which each lane was busy.
 """
@@ -36,7 +36,8 @@ LINKS, QUESTION = lesson.LINKS, lesson.ASKED  # LINKS: name -> transfer time of 
 
 
 def links_of(model) -> dict[str, float]:
-    """Return the links to measure: name -> transfer time of hidden states over projection time. With a GPU, its one link."""
+    """Return the links to measure: name -> transfer time of hidden states over projection time. With a GPU,
+    its one link."""
     return LINKS if modelled(model, 1.0) else {AS_IT_IS: 1.0}
 
 
@@ -59,14 +60,16 @@ def engines_of(model, caches: dict, tokens: int):
 
 
 def keep(engine, history: list[int]) -> float:
-    """Compute a history and save all of it, over a link that is fast for this purpose. Returns: TTFT in ms."""
+    """Compute a history and save all of it, over a link that is fast for this purpose. Returns: TTFT in
+    ms."""
     link = engine.lower_tier.cache.save_link
     measure.change_speed(engine, link, link, modelled_link.Bandwidth(1e15))
     return lesson.ask(engine, history).outcome.ttft_ms
 
 
 def once(engine, prompt: list[int]) -> dict:
-    """Ask after the device has evicted everything. Returns: TTFT in ms, new tokens, spans, and restored tokens and bytes."""
+    """Ask after the device has evicted everything. Returns: TTFT in ms, new tokens, spans, and restored
+    tokens and bytes."""
     lesson.wait_until_idle(engine, "device")
     time.sleep(0.02)  # as if the request came after a pause
     before = engine.counts["bytes_in"]
@@ -77,8 +80,9 @@ def once(engine, prompt: list[int]) -> dict:
 
 
 def compare(engines: dict, history: list[int], rounds: int, rng, base: str) -> dict:
-    """Ask all engines in turn, in each round the same question behind the same history. "02" computes the history; the
-    others have saved it. Returns: name -> figures, among them TTFT over that of `base` in the same round."""
+    """Ask all engines in turn, in each round the same question behind the same history. "02" computes the
+    history; the others have saved it. Returns: name -> figures, among them TTFT over that of `base` in the
+    same round."""
     model = next(iter(engines.values())).model
     question, ways = partial(draw, rng, model, QUESTION), {name: {} for name in engines}
     for name, engine in engines.items():
@@ -101,8 +105,8 @@ def even_speed(model) -> float:
 
 
 def planned_engine(model, tokens: int, share: float):
-    """Make chapter 05's engine over a link on which a layer's hidden states take `share` times as long to transfer as to
-    project. Returns: the engine, and its LayerCosts behind `tokens` tokens."""
+    """Make chapter 05's engine over a link on which a layer's hidden states take `share` times as long to
+    transfer as to project. Returns: the engine, and its LayerCosts behind `tokens` tokens."""
     cache = planned.PlannedCache(tokens // 8 + 64, modelled(model, even_speed(model) / share))
     engine = engine_of(model, tokens // 8 + 32, cache, always=True)
     return engine, cache.costs(0, tokens)
@@ -122,7 +126,8 @@ def behind_histories(model, arguments):
 
 
 def one_link(model, tokens: int, share: float, rounds: int, rng) -> dict:
-    """Measure 02 to 05 in turn over one link. Returns: TTFT and its ratios, restored tokens and bytes, plan and bounds."""
+    """Measure 02 to 05 in turn over one link. Returns: TTFT and its ratios, restored tokens and bytes, plan
+    and bounds."""
     ours, costs = planned_engine(model, tokens, share)
     plan, speed = ours.lower_tier.cache.letters, ours.lower_tier.cache.bandwidth
     caches = {"03": offload.HostCache(tokens // 8, speed), "04": hidden_states.HiddenCache(tokens // 8 + 64, speed)}
@@ -154,7 +159,7 @@ def at_once(model, arguments):
 
 
 def answers_at_once(model, lengths: list[int], rounds: int) -> dict:
-    """Ask one question behind each of several histories, all at the same time, so that the link always has work.
+    """Ask one question behind each of several histories at the same time: the link always has work.
 
     `lengths`: tokens of each history. Returns: bytes, requests per second, and the ratio of 05 over 03."""
     rng, total = random.Random(0), sum(lengths)
@@ -183,9 +188,10 @@ def answers_at_once(model, lengths: list[int], rounds: int) -> dict:
 # 4. Spans of the lanes, for pictures -----------------------------------------------------------------------------------------
 
 def lanes(model, arguments, tokens: int = 1024):
-    """Yield a row for each of chapters 02 to 06: TTFT of the same question, and the spans of its median round.
+    """Yield a row for each of chapters 02 to 06: TTFT of one question, and the spans of its median round.
 
-    A layer's hidden states take 1.2 times as long to transfer as to project. The storage of 06 is as fast as computing."""
+    A layer's hidden states take 1.2 times as long to transfer as to project. The storage of 06 is as fast as
+    computing."""
     ours, _ = planned_engine(model, tokens, 1.2)
     rng, speed, stored = random.Random(0), ours.lower_tier.cache.bandwidth, both_ends.ModelledStorage(1e10, 1e9)
     caches = {"03": offload.HostCache(tokens // 8, speed), "04": hidden_states.HiddenCache(tokens // 8 + 64, speed),
@@ -214,7 +220,8 @@ class Watched(hidden_states.HiddenCache):
 
 
 def saving(model, arguments, at_once: int = 16, tokens: int = 64):
-    """Yield one row: the spans of one of `at_once` decoding requests whose states are saved, and of the thread that sorts."""
+    """Yield one row: the spans of one of `at_once` decoding requests whose states are saved, and of the
+    thread that sorts."""
     rng = random.Random(0)
     with engines_of(model, {"04": Watched(32 * at_once, modelled(model, even_speed(model)))}, 256 * at_once) as engines:
         engine = engines["04"]

@@ -3,10 +3,11 @@
     python -m benchmarks.ranks                                         all; results in benchmarks/results/
     python -m benchmarks.ranks --model classroom --ranks 1 2
 
-The device has evicted a history, and a question of 16 tokens restores it. Each rank has a link of its own. Without GPUs the
-links are modelled, and so slow that one rank takes half a second for all K and V. On a CPU the ranks share the cores, one
-thread each: with more ranks than cores computing gets slower, and only the links behave as on as many devices. The bound is
-the time of the link, its bytes over its bandwidth. Agreements are counted for each request, and timed alone.
+The device has evicted a history, and a question of 16 tokens restores it. Each rank has a link of its own.
+Without GPUs the links are modelled, and so slow that one rank takes half a second for all K and V. On a CPU
+the ranks share the cores, one thread each: with more ranks than cores computing gets slower, and only the
+links behave as on as many devices. The bound is the time of the link, its bytes over its bandwidth.
+Agreements are counted for each request, and timed alone.
 """
 
 import argparse
@@ -68,7 +69,8 @@ def rank(ranks, arguments) -> list[dict]:
 
 
 def started(model, arguments):
-    """Start the processes of the ranks, for each number of ranks, and yield their rows. Each rank loads the model itself."""
+    """Start the processes of the ranks, for each number of ranks, and yield their rows. Each rank loads the
+    model itself."""
     rows = []
     for count in map(str, arguments.ranks):
         words = ["--model", arguments.name, "--dtype", arguments.dtype, "--device", arguments.device]

@@ -1,20 +1,22 @@
-"""Restore a history from this machine's own disk with chapters 04 to 07, and from Redis with 07, in turn with computing it.
+"""Restore a history from this machine's own disk (chapters 04 to 07) and from Redis (07), beside computing it.
 
     python -m benchmarks.real_storage                              all; results in benchmarks/results/
     python -m benchmarks.real_storage --only disk
     python -m benchmarks.real_storage --model classroom --histories 1024 1900
 
-disk       GB/s of the disk: direct reads of one large file, and reads of whole files after the page cache was dropped; of
-           1 MiB and of 64 KiB, one at a time and eight at a time.
-restored   TTFT of a question of 15 tokens behind a history that only storage has, with each chapter, and in chapter 07 with
-           each prefetch policy. The files are read after the page cache was dropped, and again while they are in the page
-           cache. The same code also reads modelled storage that has the disk's speed. Each row has the restored tokens and
-           bytes, and the bytes that the kernel fetched from the disk for them.
+disk       GB/s of the disk: direct reads of one large file, and reads of whole files after the page cache was
+           dropped; of 1 MiB and of 64 KiB, one at a time and eight at a time.
+restored   TTFT of a question of 15 tokens behind a history that only storage has, with each chapter, and in
+           chapter 07 with each prefetch policy. The files are read after the page cache was dropped, and
+           again while they are in the page cache. The same code also reads modelled storage that has the
+           disk's speed. Each row has the restored tokens and bytes, and the bytes that the kernel fetched
+           from the disk for them.
 
-The disk's speed is the median of eight direct reads of 1 MiB at a time. A row's bound follows from it, from the bytes of the row,
-and from the time of the same question with the history on the device. Device and host memory are the same memory here: the
-modelled link between them has 100 GB/s, so that storage is what is measured. All files lie in a temporary directory in the
-checkout. A row names its device and its file system; the benchmark refuses a file system in memory.
+The disk's speed is the median of eight direct reads of 1 MiB at a time. A row's bound follows from it, from
+the bytes of the row, and from the time of the same question with the history on the device. Device and host
+memory are the same memory here: the modelled link between them has 100 GB/s, so that storage is what is
+measured. All files lie in a temporary directory in the checkout. A row names its device and its file system;
+the benchmark refuses a file system in memory.
 """
 
 import itertools
@@ -51,7 +53,8 @@ IN_MEMORY = "tmpfs", "ramfs"
 
 @contextmanager
 def folder_on_disk():
-    """Yield a temporary directory in the checkout, and which device and file system it is on. Ends if that is memory."""
+    """Yield a temporary directory in the checkout, and which device and file system it is on. Ends if that is
+    memory."""
     (ignored := measure.RESULTS / "last").mkdir(parents=True, exist_ok=True)  # by git, if the process is killed
     with tempfile.TemporaryDirectory(prefix="real-storage-", dir=ignored) as folder:
         mounts = [line.split()[:3] for line in Path("/proc/mounts").read_text().splitlines()]
@@ -71,7 +74,7 @@ def drop(folder: Path):
 
 
 def gbps(reads: list, at_once: int) -> float:
-    """Call all functions, at most `at_once` at the same time. Each reads, and returns the number of bytes it has read.
+    """Call all functions, at most `at_once` at the same time. Each reads, and returns its number of bytes.
 
     Returns: GB/s of all together."""
     began = time.perf_counter()
@@ -142,7 +145,8 @@ class Memory:
 
 @contextmanager
 def redis_server():
-    """Context manager: start a Redis server, yield its URL, and stop it at the end. Raises OSError if redis-server is missing."""
+    """Context manager: start a Redis server, yield its URL, and stop it at the end. Raises OSError if
+    redis-server is missing."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -175,8 +179,8 @@ def fetched() -> int:
 
 
 def once(engine, history: list[int], before, question: list[int]) -> dict:
-    """Evict everything above storage, call `before`, and ask. Returns: TTFT in ms, new tokens, found tokens by tier, and
-    the bytes fetched from the disk and over the link."""
+    """Evict everything above storage, call `before`, and ask. Returns: TTFT in ms, new tokens, found tokens
+    by tier, and the bytes fetched from the disk and over the link."""
     forget(engine)
     before()
     time.sleep(0.02)  # let threads that note the use of files end
@@ -187,7 +191,8 @@ def once(engine, history: list[int], before, question: list[int]) -> dict:
 
 
 def computed(engine, history: list[int], question: list[int]) -> dict:
-    """Ask an engine without a lower tier after it has evicted everything, and again while it has the history."""
+    """Ask an engine without a lower tier after it has evicted everything, and again while it has the
+    history."""
     (alone, hit) = (lesson.ask(engine, history + question, evict=pool) for pool in ("device", ""))
     return dict(ttft_ms=alone.outcome.ttft_ms, new=alone.new, hit_ms=hit.outcome.ttft_ms)
 
@@ -200,7 +205,8 @@ def restored(model, arguments):
 
 
 def behind_history(model, rounds: int, tokens: int, stack: ExitStack):
-    """Yield a row for each system and each place of its files. `stack` closes the engines and removes the files."""
+    """Yield a row for each system and each place of its files. `stack` closes the engines and removes the
+    files."""
     draws, blocks = partial(draw, random.Random(0), model), tokens // PAGE + 2 * PAGE
     history, (folder, device) = draws(tokens), stack.enter_context(folder_on_disk())
     write_file(large := folder / "large", READ)
@@ -210,7 +216,8 @@ def behind_history(model, rounds: int, tokens: int, stack: ExitStack):
     ways, engines = {"computed": partial(computed, plain, history)}, {}
 
     def add(system: str, place: str, storage: Storage, places: dict):
-        """Save the history in a storage of its own. `places`: name -> function that is called before each ask there."""
+        """Save the history in a storage of its own. `places`: name -> function that is called before each ask
+        there."""
         engine = engine_of(model, blocks, cache_of(system, 2 * blocks, storage), always=True)
         stack.callback(engine.close)
         lesson.ask(engine, history + draws(1))
@@ -249,9 +256,9 @@ def behind_history(model, rounds: int, tokens: int, stack: ExitStack):
 def bound_ms(model, system: str, tokens: int, size: float, speed: float, alone: float, hit: float) -> float:
     """Return the least TTFT in ms that storage of `speed` bytes/s allows.
 
-    All bytes arrive, and one layer's share of the question follows. A system that also computes the history of `tokens`
-    from the front needs the time until both ends meet, and the whole question follows. `size`: bytes that it reads;
-    `alone`, `hit`: TTFT in ms of computing, and with the history on the device."""
+    All bytes arrive, and one layer's share of the question follows. A system that also computes the history
+    of `tokens` from the front needs the time until both ends meet, and the whole question follows. `size`:
+    bytes that it reads; `alone`, `hit`: TTFT in ms of computing, and with the history on the device."""
     if system in BOTH:
         whole = 1e3 * tokens * model.config.kv_numbers_per_token * model.dtype.itemsize / speed
         return hit + both_ends.time_to_meet(whole, max(1e-3, alone - hit))[0]

@@ -9,14 +9,15 @@ from collections.abc import Iterable
 # 1. Rows ----------------------------------------------------------------------------------------------------
 
 def rows(found: list[dict], claim: str, **wanted) -> list[dict]:
-    """Return the rows of a part (`claim` in the file) that have the `wanted` values, each with its `model`."""
+    """Return the rows of a part (`claim` in the file) that have the `wanted` values, each with its
+    `model`."""
     every = [dict(row, model=entry["model"]) for entry in found if entry["claim"] == claim for row in entry["rows"]]
     return [row for row in every if all(row.get(key) == want for key, want in wanted.items())]
 
 
 def grouped(rows: list[dict], same: tuple[str, ...], by: str) -> list[dict]:
-    """Group rows that have equal values in the keys `same`. Returns: one row for each group, a copy of its last row with
-    `at`: value of the key `by` -> row."""
+    """Group rows that have equal values in the keys `same`. Returns: one row for each group, a copy of its
+    last row with `at`: value of the key `by` -> row."""
     groups = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in same), {})[row[by]] = row
@@ -39,7 +40,8 @@ def milliseconds(figure) -> str:
 
 
 def with_spread(figure: dict, unit: str = "", text=number) -> str:
-    """Return the median with the smallest and the largest sample in brackets; a single sample stands alone."""
+    """Return the median with the smallest and the largest sample in brackets; a single sample stands
+    alone."""
     middle = text(figure["median"]) + unit
     if len(figure["samples"]) == 1:
         return middle
@@ -47,7 +49,8 @@ def with_spread(figure: dict, unit: str = "", text=number) -> str:
 
 
 def plan(letters: str) -> str:
-    """Count the layers of each way in a plan of one letter a layer, as "1 R, 7 H". Other text is returned unchanged."""
+    """Count the layers of each way in a plan of one letter a layer, as "1 R, 7 H". Other text is returned
+    unchanged."""
     if set(letters) - set("RHK"):
         return letters
     return ", ".join(f"{letters.count(way)} {way}" for way in "RHK" if way in letters)
@@ -98,8 +101,8 @@ class Shown:
 def table(caption: str, columns: dict[str, str], rows: list[dict]) -> str:
     """Return a Markdown table under its caption; empty without rows.
 
-    `columns`: header -> template of its cells. A cell is empty if its row lacks a key of the template. The caption is a
-    template as well, filled from the first row."""
+    `columns`: header -> template of its cells. A cell is empty if its row lacks a key of the template. The
+    caption is a template as well, filled from the first row."""
     def cell(template: str, row: dict) -> str:
         try:
             return template.format_map({key: Shown(value) for key, value in row.items()})

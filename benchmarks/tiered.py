@@ -3,16 +3,18 @@
     python -m benchmarks.tiered                                     all; results in benchmarks/results/
     python -m benchmarks.tiered --only policies --model classroom --rounds 5
 
-mix         conversations go on behind documents of 1,024 tokens, in random order. The device holds a third of their tokens,
-            host memory half, and the documents are in files. It is compared with the device alone, one request at a time
-            and two at once. A request's bound is the longest of three times: the same question with everything on the
-            device; its bytes over the link, plus a layer's share of the question; and its bytes from storage. With two
-            requests at once it is the longest of the sums.
-policies    one history that only slow storage has, under each prefetch policy. Reading takes as long as computing, with the
-            engine's guard off; then twice as long, with the guard on.
-pipeline    the same history in storage that is as fast as the link. The bound is the time of one of both transfers (they
-            take equally long), the first read's share of the other one, and the question with everything on the device.
-admission   TTFT of a hit in host memory, or in storage of 1 MB/s to 1 GB/s, over computing, and the tier of each token.
+mix         conversations go on behind documents of 1,024 tokens, in random order. The device holds a third of
+            their tokens, host memory half, and the documents are in files. It is compared with the device
+            alone, one request at a time and two at once. A request's bound is the longest of three times: the
+            same question with everything on the device; its bytes over the link, plus a layer's share of the
+            question; and its bytes from storage. With two requests at once it is the longest of the sums.
+policies    one history that only slow storage has, under each prefetch policy. Reading takes as long as
+            computing, with the engine's guard off; then twice as long, with the guard on.
+pipeline    the same history in storage that is as fast as the link. The bound is the time of one of both
+            transfers (they take equally long), the first read's share of the other one, and the question with
+            everything on the device.
+admission   TTFT of a hit in host memory, or in storage of 1 MB/s to 1 GB/s, over computing, and the tier of
+            each token.
 writes      what each write policy finds, writes, and would lose if the process were killed.
 """
 
@@ -53,14 +55,16 @@ class Bench(ExitStack):
         return engine
 
     def cache(self, on_host: int, **options):
-        """Return chapter 07's Cache with host memory for `on_host` tokens, over the default link and the shared files."""
+        """Return chapter 07's Cache with host memory for `on_host` tokens, over the default link and the
+        shared files."""
         shared = store.Storage(backends.open_backend(f"file:{self.folder}/pages", {}), "files")
         kind = tiers.cache_of(options.get("prefetch", "timeout"))
         return kind(-(-on_host // PAGE), self.bandwidth, shared, **options)
 
 
 def slow_storage(engine, bandwidth: modelled_link.Bandwidth | None):
-    """Give storage a modelled bandwidth, and record it as its measured speed. None: the storage's own speed."""
+    """Give storage a modelled bandwidth, and record it as its measured speed. None: the storage's own
+    speed."""
     storage = engine.lower_tier.cache.storage
     measure.change_speed(engine, storage, storage.reader, bandwidth)
     if bandwidth:
@@ -78,8 +82,9 @@ def forget(engine):
 # 1. Conversations that fit in no single tier ----------------------------------------------------------------
 
 def go_on(engine, documents: list, asked: list[tuple[int, list[int]]], at_once: int = 1) -> tuple[list, float]:
-    """Ask questions, (number of the conversation, tokens), at most `at_once` at the same time and one of a conversation.
+    """Ask questions, at most `at_once` at the same time, and never two of one conversation.
 
+    `asked`: (number of the conversation, tokens) of each question.
     Returns: the finished requests in the order of `asked`, and the seconds of all."""
     histories, todo, running = [list(document) for document in documents], list(enumerate(asked)), {}
     done, began = {}, time.perf_counter()
@@ -160,7 +165,8 @@ def mixed(engine, taken: dict, at_once: int, model) -> dict:
 # 2. One history, only in storage -----------------------------------------------------------------------
 
 def ask_under(policy: str, engine, prompt: list[int]) -> Request:
-    """Ask under a prefetch policy while only storage has the history; for "computed" no tier has it, for "device" the device."""
+    """Ask under a prefetch policy while only storage has the history; for "computed" no tier has it, for
+    "device" the device."""
     cache, storage = engine.lower_tier.cache, engine.lower_tier.cache.storage
     (lesson.wait_until_idle if policy == "device" else forget)(engine)
     time.sleep(0.02)
@@ -274,7 +280,8 @@ def ask_from(bench, engine, way: str, history: list[int]) -> Request:
 # 4. Trade-offs ----------------------------------------------------------------------------------------------
 
 def writes(model, arguments):
-    """Yield a row for each write policy: 60 questions about 12 documents, drawn by Zipf's law, to an engine with empty tiers."""
+    """Yield a row for each write policy: 60 questions about 12 documents, drawn by Zipf's law, to an engine
+    with empty tiers."""
     for policy in tiers.WRITE:
         with Bench(model) as bench:
             documents = [bench.draw(256) for _ in range(12)]

@@ -3,13 +3,15 @@
     python -m benchmarks.variants                                  all; results in benchmarks/results/
     python -m benchmarks.variants --only divisions --model random:long --histories 1024
 
-saving       TBT of 1 and 16 requests that decode behind 512 shared tokens, over TBT with nothing kept. Hidden states are
-             saved in two stages (chapter 04); each layer while it is computed (the paper's snapshot); or directly, with a
-             copy for each run of rows and each layer (Figure 14).
-divisions    TTFT over three links with chapter 05's plan; the paper's closed form; the naive hybrid, without hidden
-             states; hidden states alone (04); and K and V alone (03). All plans are made from the same costs.
+saving       TBT of 1 and 16 requests that decode behind 512 shared tokens, over TBT with nothing kept. Hidden
+             states are saved in two stages (chapter 04); each layer while it is computed (the paper's
+             snapshot); or directly, with a copy for each run of rows and each layer (Figure 14).
+divisions    TTFT over three links with chapter 05's plan; the paper's closed form; the naive hybrid, without
+             hidden states; hidden states alone (04); and K and V alone (03). All plans are made from the same
+             costs.
 
-The figures are those of HCache (EuroSys '25). Each row counts the restored tokens; all ways must answer alike.
+The figures are those of HCache (EuroSys '25). Each row counts the restored tokens; all ways must answer
+alike.
 """
 
 import random
@@ -40,8 +42,8 @@ class EachStep(HiddenCache):
 
 
 class EachLayer(EachStep):
-    """The paper's first stage (sections 4.2.2 and 5): each layer's rows are copied to the snapshot buffer while that layer
-    is computed. The second stage follows when the step is over."""
+    """The paper's first stage (sections 4.2.2 and 5): each layer's rows are copied to the snapshot buffer
+    while that layer is computed. The second stage follows when the step is over."""
 
     def save_layer(self, layer, hidden, batch):
         super().save_layer(layer, hidden, batch)
@@ -57,7 +59,8 @@ class EachLayer(EachStep):
 
 
 class Direct(EachStep):
-    """A Cache without snapshots: after each step each run of rows of each layer is copied straight to its block."""
+    """A Cache without snapshots: after each step each run of rows of each layer is copied straight to its
+    block."""
 
     def flush(self):
         noted, states = self.rows, self.inputs  # of one step, [T, D] a layer
@@ -76,7 +79,8 @@ class Direct(EachStep):
 
 
 def saving(model, arguments, new: int = 32, tokens: int = 512):
-    """Yield a row for 1 and for 16 running requests. Their document stays on the device, so mostly decoded tokens are saved."""
+    """Yield a row for 1 and for 16 running requests. Their document stays on the device, so mostly decoded
+    tokens are saved."""
     rng, link = random.Random(0), hardware.bandwidth(model)
     kinds = {"two stages": HiddenCache, "each layer": EachLayer, "direct": Direct}
     document = draw(rng, model, tokens)

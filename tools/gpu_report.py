@@ -40,7 +40,8 @@ BATCH, NEW, DEVICE = 32, 12, 6e9  # in 08: requests, tokens of an answer, bytes 
 
 
 def caches(model, blocks: int) -> dict:
-    """Return way -> function that makes its Cache, with room for `blocks` blocks of K and V; 07 once for each I/O back end."""
+    """Return way -> function that makes its Cache, with room for `blocks` blocks of K and V; 07 once for each
+    I/O back end."""
     size = 16 * blocks * model.config.kv_numbers_per_token * model.dtype.itemsize
     return {"03": partial(offload.HostCache, blocks), "04": partial(hidden_states.HiddenCache, blocks),
             "05": partial(planned.PlannedCache, 3 * blocks), "02": Cache,
@@ -49,7 +50,8 @@ def caches(model, blocks: int) -> dict:
 
 
 def after_history(model, histories: list[int], arguments, only=()):
-    """Yield (fields that the rows share, rows) for each history and way. Two engines may not fit, so each closes first."""
+    """Yield (fields that the rows share, rows) for each history and way. Two engines may not fit, so each
+    closes first."""
     for tokens in histories:
         made = caches(model, tokens // 16 + SPARE)
         for way in only or made:
@@ -57,9 +59,10 @@ def after_history(model, histories: list[int], arguments, only=()):
 
 
 def cell(model, make_cache, way: str, tokens: int, arguments):
-    """Yield rows: TTFT of a question behind a history that the device has evicted (`hit`: that it holds), then TBT of eight
-    decoding requests beside a short prompt, and its ratio while the question is answered beside them. Each row counts the
-    kernels, graphs and copies that the last question, or a step, has launched."""
+    """Yield rows: TTFT of a question behind a history that the device has evicted (`hit`: that it holds),
+    then TBT of eight decoding requests beside a short prompt, and its ratio while the question is answered
+    beside them. Each row counts the kernels, graphs and copies that the last question, or a step, has
+    launched."""
     engine = engine_of(model, tokens // 16 + SPARE, make_cache(), always=True)
     prompt = measure.draw(random.Random(tokens), model, tokens + QUESTION)
 
@@ -92,7 +95,8 @@ def launched(work) -> dict:
 
 
 def tbt(engine, prompt: list[int], new: int) -> float:
-    """Answer a prompt, of which the device holds nothing, beside other requests. Returns: ms for each step."""
+    """Answer a prompt, of which the device holds nothing, beside other requests. Returns: ms for each
+    step."""
     engine.evict("device")
     began, before = time.perf_counter(), engine.counts["steps"]
     engine.generate([Request(prompt, new)])
@@ -100,7 +104,8 @@ def tbt(engine, prompt: list[int], new: int) -> float:
 
 
 def allowed(engine, way: str, tokens: int) -> float:
-    """Return the least TTFT in seconds by arithmetic, from this engine's measured speeds: link, prefill and projection."""
+    """Return the least TTFT in seconds by arithmetic, from this engine's measured speeds: link, prefill and
+    projection."""
     estimates, config, layers = engine.lower_tier.estimates, engine.model.config, len(engine.model.layers)
     numbers, link = (config.hidden_size, config.kv_numbers_per_token // layers), getattr(engine.lower_tier.cache, "load_link", None)
     speed = link.speed() if link and way[:3] != "hit" else math.inf
@@ -115,14 +120,16 @@ def allowed(engine, way: str, tokens: int) -> float:
 
 
 def slowed(times: int):
-    """Context manager: links send each byte `times` times on their stream, so that a real link is as slow as an older one."""
+    """Context manager: links send each byte `times` times on their stream, so that a real link is as slow as
+    an older one."""
     def again(link, *given, copy=Link.copy):
         return [copy(link, *given) for _ in range(times)][-1]
     return mock.patch.object(Link, "copy", again)
 
 
 def slower(model, histories: list[int], arguments):
-    """Yield as `after_history` does, for 03 to 05 over links about as fast as PCIe 4 and 3. Rows have the measured speed."""
+    """Yield as `after_history` does, for 03 to 05 over links about as fast as PCIe 4 and 3. Rows have the
+    measured speed."""
     gbps = measure.link_of(model.device)["link_gbps"]
     for times in sorted({max(2, round(gbps / wanted)) for wanted in PCIE}):
         with slowed(times):
@@ -131,7 +138,8 @@ def slower(model, histories: list[int], arguments):
 
 
 def both(model, histories: list[int], arguments):
-    """Yield as `after_history` does, for 06 with loading r times as slow as computing, as far as this host reads so fast."""
+    """Yield as `after_history` does, for 06 with loading r times as slow as computing, as far as this host
+    reads so fast."""
     for row in both_ends.grid(model, SimpleNamespace(histories=histories, r=[1.0, 0.25, 4.0], share=[], rounds=arguments.rounds)):
         for way, ms in row["ttft_ms"].items():
             least, chunks = row["bound_ms"] if way == "both" else tables.median(ms), (row["computed_chunks"], row["loaded_chunks"])
@@ -140,7 +148,8 @@ def both(model, histories: list[int], arguments):
 
 
 def mixed(model, histories: list[int], arguments):
-    """Yield as `after_history` does, for 08 with 6 GB of device memory (or half of a smaller model), prefill counted."""
+    """Yield as `after_history` does, for 08 with 6 GB of device memory (or half of a smaller model), prefill
+    counted."""
     for context in histories:
         device = min(DEVICE, (2 + len(model.layers) // 2) * hybrid.sizes_of(model, 16).weights + 1)
         planner, bandwidth = hybrid.make_planner(model, SimpleNamespace(
@@ -181,7 +190,8 @@ JOBS |= {path.stem: (f"{path.name} --demo --device cuda --json {{file}}", 60) fo
 
 
 def measured(arguments):
-    """Measure a part in this process, and write each row. A way that fails leaves a row with its error, and the others run."""
+    """Measure a part in this process, and write each row. A way that fails leaves a row with its error, and
+    the others run."""
     function, _, name, histories = PARTS[arguments.part]
     streams = importlib.import_module("tests.support.streams") if arguments.emulated else None
     name, histories, rows = *(("tiny", [192]) if streams else (arguments.model or name, arguments.histories or histories)), []
@@ -206,7 +216,8 @@ def measured(arguments):
 
 
 def run(name: str, path: Path) -> dict:
-    """Run a part as a process. Write its exit code (124: too late), its last line, its seconds, and the rows of a demo."""
+    """Run a part as a process. Write its exit code (124: too late), its last line, its seconds, and the rows
+    of a demo."""
     (words, limit), began = JOBS[name], time.perf_counter()
     keep(path, name, code="cut short", rows=[])
     with tempfile.TemporaryDirectory() as folder:

@@ -1,15 +1,16 @@
-"""Compute the papers' figures by arithmetic, for the hardware and models of HCache (EuroSys '25), Cake and CAPTURE.
+"""Compute figures of HCache (EuroSys '25), Cake and CAPTURE by arithmetic, for their hardware and models.
 
     python -m tools.on_paper
 
-Costs follow from sizes, bandwidth and FLOP/s. Each result stands beside the number that the paper prints. Matrix products
-reach a share of the peak FLOP/s, which is calibrated. HCache: by the bandwidth at which projecting takes as long as loading
-hidden states (section 6.1.3). Cake: by the time to compute 14K tokens (5.3), on an A100, which is our assumption. CAPTURE: by
-the share of HCache's 7B. Other GPUs, and recomputing, are assumed to reach the same share. The text of HCache gives ranges for
-most of Figure 11; the pairs of GPU and model are our choice.
+Costs follow from sizes, bandwidth and FLOP/s. Each result stands beside the number that the paper prints.
+Matrix products reach a share of the peak FLOP/s, which is calibrated. HCache: by the bandwidth at which
+projecting takes as long as loading hidden states (section 6.1.3). Cake: by the time to compute 14K tokens
+(5.3), on an A100, which is our assumption. CAPTURE: by the share of HCache's 7B. Other GPUs, and recomputing,
+are assumed to reach the same share. The text of HCache gives ranges for most of Figure 11; the pairs of GPU
+and model are our choice.
 
-Sources: HCache, Tables 2 and 3, sections 3.2, 4.1 and 6; Cake (the first version, under review), sections 2.3, 3 and 5;
-CAPTURE, IV and V; NVIDIA's data sheets.
+Sources: HCache, Tables 2 and 3, sections 3.2, 4.1 and 6; Cake (the first version, under review), sections
+2.3, 3 and 5; CAPTURE, IV and V; NVIDIA's data sheets.
 """
 
 import importlib
@@ -31,7 +32,8 @@ H100, SSD = 989e12, 6.9e9  # FLOP/s; bytes/s, section 6.2.2
 TOKENS, LONGEST = 1024, 16384  # of a history, in HCache
 # Table 3: layers that are recomputed, restored from hidden states, and loaded as K and V
 PAPER = {"7B schedule": (0, 31, 1), "13B schedule": (0, 36, 4), "30B schedule": (8, 40, 0)}
-# Table 3: bytes of a token as K and V over those of HCache. The paper prints half of the bytes of 16 bits, so only ratios
+# Table 3: bytes of a token as K and V over those of HCache. The paper prints half of the bytes of 16 bits, so
+# only ratios
 # can be compared.
 BYTES = {"7B": 256 / 132, "13B": 400 / 210, "30B": 672 / 280}
 OVER_KV = 1.33, 1.81  # speed of HCache over K and V, sections 6.2.1 and 6.2.2
@@ -55,7 +57,8 @@ class Model(NamedTuple):
 
     @property
     def efficiency(self) -> float:
-        """The share of the A100s' peak at which both are balanced: 4 T D^2 operations in the time of 2 T D bytes."""
+        """The share of the A100s' peak at which both are balanced: 4 T D^2 operations in the time of 2 T D
+        bytes."""
         return 2 * self.width * self.balance / (self.gpus * PEAK)
 
 
@@ -64,8 +67,9 @@ SEVEN, THIRTEEN, THIRTY = MODELS
 
 
 def layer_flops(model: Model, tokens: float, attention: int = 1) -> float:
-    """Return the operations of a layer for `tokens` tokens (section 3.2). The T^2 D term has the factor `attention`: 2 for
-    scores and weighted sum, each over half of the tokens on average; the paper counts 1."""
+    """Return the operations of a layer for `tokens` tokens (section 3.2). The T^2 D term has the factor
+    `attention`: 2 for scores and weighted sum, each over half of the tokens on average; the paper counts
+    1."""
     return 24 * tokens * model.width**2 + attention * tokens**2 * model.width
 
 
@@ -76,14 +80,16 @@ def layer_costs(model: Model, tokens: int, peak: float, bandwidth: float) -> Cos
 
 
 def on_ssds(model: Model, each: int | None = None, tokens: int = TOKENS) -> Costs:
-    """Return the costs of a layer on A100s with `each` SSDs for each GPU; by default the paper's server, with four in all."""
+    """Return the costs of a layer on A100s with `each` SSDs for each GPU; by default the paper's server, with
+    four in all."""
     return layer_costs(model, tokens, PEAK, min((each or 4 // model.gpus) * SSD, PCIE) * model.gpus)
 
 
 def paper_seconds(plan: str, costs: Costs) -> float:
-    """Return the seconds of a plan in HCache's model: recomputed layers are computed whole, and no question follows.
+    """Return the seconds of a plan as HCache counts them.
 
-    It is the longest of three times: all computing; loading and projecting the hidden states in a pipeline; and the link."""
+    Recomputed layers are computed whole, and no question follows. The result is the longest of three times: all computing; loading and projecting the hidden states in a pipeline;
+    and the link."""
     recompute, hidden, kv = map(plan.count, "RHK")
     computing, loading = recompute * costs.recompute + hidden * costs.project, hidden * costs.load_states
     over_states = max(costs.load_states + hidden * costs.project, loading + costs.project) if hidden else 0.0
@@ -91,7 +97,8 @@ def paper_seconds(plan: str, costs: Costs) -> float:
 
 
 def restorations(layers: int, costs: Costs) -> tuple[str, dict[str, float]]:
-    """Return the paper's plan, and method -> seconds. "naive" is the best mix of recomputed layers and K and V."""
+    """Return the paper's plan, and method -> seconds. "naive" is the best mix of recomputed layers and K and
+    V."""
     plan = planned.closed_form(layers, costs)
     plans = {"HCache": plan, "KV": "K" * layers, "states": "H" * layers, "recomputing": "R" * layers}
     mixes = ["R" * recompute + "K" * (layers - recompute) for recompute in range(layers + 1)]
@@ -100,7 +107,7 @@ def restorations(layers: int, costs: Costs) -> tuple[str, dict[str, float]]:
 
 
 def ttft_gains(other: str, histories: list[int], new: int) -> list[float]:
-    """Return TTFT of method `other` over TTFT of HCache on the paper's server, for each model and each history.
+    """Return TTFT of method `other` over that of HCache on the paper's server, for each model and history.
 
     TTFT is the restoration of a history plus the prefill of `new` tokens."""
     gains = []
@@ -113,11 +120,12 @@ def ttft_gains(other: str, histories: list[int], new: int) -> list[float]:
 
 
 def token_wise(costs: Costs, layers: int, tokens: int, step: int = 1) -> tuple[int, int]:
-    """Divide by tokens (section 4.1.1): in every layer some tokens are projected and the others are recomputed or loaded.
+    """Divide by tokens (section 4.1.1): in each layer some are projected, the others recomputed or loaded.
 
-    If projecting is faster than loading hidden states, the tokens before the projected ones are recomputed; else the tokens
-    after them are loaded as K and V. The number of projected tokens is the multiple of `step` that ends first. A token's
-    cost is assumed not to depend on their number. Returns: the first projected token, and the one after the last."""
+    If projecting is faster than loading hidden states, the tokens before the projected ones are recomputed;
+    else the tokens after them are loaded as K and V. The number of projected tokens is the multiple of `step`
+    that ends first. A token's cost is assumed not to depend on their number. Returns: the first projected
+    token, and the one after the last."""
     slower = costs.project + costs.question > costs.load_states
 
     def seconds(projected: int) -> float:
@@ -141,8 +149,8 @@ def stored() -> list[float]:
 
 
 def copy_over_computing(tokens: int = 4096) -> float:
-    """Return the time to copy K and V over the time to compute them: a 70B on an H100, 64 GB/s, 16 bits, 80 layers with 8 KV
-    heads of 128."""
+    """Return the time to copy K and V over the time to compute them: a 70B on an H100, 64 GB/s, 16 bits, 80
+    layers with 8 KV heads of 128."""
     return 4 * 80 * 8 * 128 * tokens / PLATFORMS["h800"][1] / (2 * 70e9 * tokens / (SHARE_OF_PEAK * H100))
 
 
@@ -160,7 +168,8 @@ def schedules():
 
 
 def gains(name: str, model: Model, costs: Costs, **papers):
-    """Yield the speed of HCache over that of each method in `papers` (method -> the paper's number). Returns: the seconds."""
+    """Yield the speed of HCache over that of each method in `papers` (method -> the paper's number). Returns:
+    the seconds."""
     plan, seconds = restorations(model.layers, costs)
     for other, paper in papers.items():
         yield f"{model.name}, {name}, {counts(plan)}: over {other}", paper, seconds[other] / seconds["HCache"]
@@ -213,14 +222,16 @@ def lengths():
 # 3. Cake ---------------------------------------------------------------------------------------
 
 TOKEN_BYTES = 2 * 2 * SEVEN.layers * SEVEN.width  # 16 bits; section 5.1 rounds it to 0.5 MB
-# Section 5.3: with 10 instead of 90 % of the GPU (we assume an A100), 14K tokens take 8.22 times as long, and 14.34 s more
+# Section 5.3: with 10 instead of 90 % of the GPU (we assume an A100), 14K tokens take 8.22 times as long, and
+# 14.34 s more
 SECONDS_14K = 0.9 * 14.34 / (8.22 - 1)
 
 
 def cake_seconds(tokens, gbps, share=1.0, peak=PEAK) -> tuple[float, float, float, float]:
     """Run both pointers for a 7B on one GPU, of which prefill has a `share`.
 
-    Returns: seconds to compute all tokens, to load all, and until both meet; and the share of tokens that is computed."""
+    Returns: seconds to compute all tokens, to load all, and until both meet; and the share of tokens that is
+    computed."""
     speed = share * peak / PEAK * layer_flops(SEVEN, 14e3, 2) / SECONDS_14K  # FLOP/s, for one layer
     linear, square = 24 * SEVEN.width**2 / speed, 2 * SEVEN.width / speed  # t tokens: linear t + square t^2
     load = 8 * TOKEN_BYTES / (gbps * 1e9)  # seconds a token
@@ -230,14 +241,15 @@ def cake_seconds(tokens, gbps, share=1.0, peak=PEAK) -> tuple[float, float, floa
 
 
 def less(*cell) -> tuple[float, float]:
-    """Return by which share both ends reduce TTFT of computing alone, and of loading alone. `cell`: as for `cake_seconds`."""
+    """Return by which share both ends reduce TTFT of computing alone, and of loading alone. `cell`: as for
+    `cake_seconds`."""
     computing, loading, both, _ = cake_seconds(*cell)
     return 1 - both / computing, 1 - both / loading
 
 
 def both_over(way: int) -> list[float]:
-    """Return TTFT of both ends over TTFT of computing alone (`way` 0) or loading alone (1), for the cells of appendix C: 9K and
-    14K tokens, 2 to 10 Gbit/s, 10 to 90 % of an A100."""
+    """Return TTFT of both ends over TTFT of computing alone (`way` 0) or loading alone (1), for the cells of
+    appendix C: 9K and 14K tokens, 2 to 10 Gbit/s, 10 to 90 % of an A100."""
     return [1 - less(*cell)[way] for cell in product((9e3, 14e3), (2, 5, 10), (0.1, 0.5, 0.9))]
 
 
@@ -270,9 +282,9 @@ def cake():
 # 4. CAPTURE ------------------------------------------------------------------------------------
 
 def capture_lanes(name: str, tokens: int, batch: int = BATCH) -> dict[str, float]:
-    """Return the seconds of a layer in a decode step of a `batch` on a 4090, as arguments of `capture_seconds`.
+    """Return the seconds of a layer in a decode step on a 4090, as arguments of `capture_seconds`.
 
-    `tokens`: of context, of all requests together."""
+    `tokens`: of context, of all `batch` requests together."""
     (layers, width), (peak, pcie) = OPT[name], PLATFORMS["4090"]
     rate, weights, kv = SHARE_OF_PEAK * peak, 2 * 12 * width**2, tokens * 4 * width
     device = max(0.0, DEVICE - 2 * weights) / layers  # beside two places for layers that come and go
@@ -283,15 +295,17 @@ def capture_lanes(name: str, tokens: int, batch: int = BATCH) -> dict[str, float
 def capture_seconds(W, K, R, B, M, act: float) -> float:
     """Return the seconds of the slower lane in a layer.
 
-    Seconds of the link: W the weights, K all K and V, M the bytes that the device holds. Seconds of the GPU: R rebuilding
-    all K and V, B the products of the new tokens. `act`: the share of the context that is kept as activations."""
+    Seconds of the link: W the weights, K all K and V, M the bytes that the device holds. Seconds of the GPU:
+    R rebuilding all K and V, B the products of the new tokens. `act`: the share of the context that is kept
+    as activations."""
     return max(W + K - act * K / 2 - M, B + act * R)
 
 
 def capture_gains(name: str, prompt: int, mixes=range(1001)) -> tuple[float, float]:
     """Return the throughput of the best of `mixes` over K and V only, and over activations only.
 
-    It counts prefill, and NEW decode steps with half of the answer in the context. `mixes`: activations in a thousand."""
+    It counts prefill, and NEW decode steps with half of the answer in the context. `mixes`: activations in a
+    thousand."""
     lanes, rate = capture_lanes(name, BATCH * (prompt + NEW // 2)), SHARE_OF_PEAK * PLATFORMS["4090"][0]
     prefill = BATCH * layer_flops(Model(name, *OPT[name], 0), prompt, 2) / rate
     none, every, best = (prefill + NEW * min(capture_seconds(**lanes, act=share / 1000) for share in some)
@@ -300,19 +314,22 @@ def capture_gains(name: str, prompt: int, mixes=range(1001)) -> tuple[float, flo
 
 
 def capture_mean(way: int) -> list[float]:
-    """Return the gain in geometric mean over models and prompts, over K and V only (`way` 0) or activations only (1)."""
+    """Return the gain in geometric mean over models and prompts, over K and V only (`way` 0) or activations
+    only (1)."""
     return [statistics.geometric_mean(capture_gains(*cell)[way] for cell in product(OPT, PROMPTS))]
 
 
 def capture_traffic(name: str, requests: int, context: int = 1024) -> float:
-    """Return the bytes of K and V only over those of the best mix, in a decode step, without weights (Figure 9)."""
+    """Return the bytes of K and V only over those of the best mix, in a decode step, without weights (Figure
+    9)."""
     lanes = capture_lanes(name, requests * context, requests)
     best = min(range(1001), key=lambda share: capture_seconds(**lanes, act=share / 1000))
     return 1 / (1 - best / 2000)
 
 
 def capture_ratio(name: str) -> float:
-    """Return the number of KV blocks over that of ACT blocks in host memory, by Algorithm 1. A block is a token here."""
+    """Return the number of KV blocks over that of ACT blocks in host memory, by Algorithm 1. A block is a
+    token here."""
     (layers, width), lanes = OPT[name], capture_lanes(name, 1)
     act, kv = 2 * width * layers, 4 * width * layers
     on_device = max(0.0, DEVICE - 4 * 12 * width**2) / act
@@ -344,8 +361,9 @@ PAPERS = {"HCache": (schedules, gpus, ssds, lengths), "Cake": (cake,), "CAPTURE"
 def judge(table: str, name: str, paper, ours: float) -> dict:
     """Judge whether `ours` agrees with `paper`. Returns: the row that `main` describes.
 
-    With two decimals it must lie in the paper's range (a tuple), within 5 % of a number (a float), or within one of a
-    number of layers (an int). `difference` is the distance to that number, or to the closer end of the range."""
+    With two decimals it must lie in the paper's range (a tuple), within 5 % of a number (a float), or within
+    one of a number of layers (an int). `difference` is the distance to that number, or to the closer end of
+    the range."""
     low, high = paper if isinstance(paper, tuple) else (paper, paper)
     slack = {tuple: 0, int: 1}.get(type(paper), 0.05 * low)
     difference = ours - min(max(ours, low), high)

@@ -3,9 +3,10 @@
     python -m tools.report              needs results of one run of `python -m benchmarks --json benchmarks/results`
     python -m tools.report --mixed      also takes results of several commits or machines; the page names them
 
-A part of a page stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->`. NAME is a key of PARTS; most parts
-are the tables that a benchmark prints at its end (`report` in benchmarks/NAME.py). A number inside a line stands between
-`<!--NAME-->` and `<!---->`. NAME is a key of `headlines`. tools/check_docs.py lists parts and numbers that are out of date.
+A part of a page stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->`. NAME is a key of
+PARTS; most parts are the tables that a benchmark prints at its end (`report` in benchmarks/NAME.py). A number
+inside a line stands between `<!--NAME-->` and `<!---->`. NAME is a key of `headlines`. tools/check_docs.py
+lists parts and numbers that are out of date.
 """
 import importlib
 import re
@@ -101,8 +102,8 @@ def conditions(results: dict) -> str:
 
 
 def gpu(results: dict, everything: bool = True) -> str:
-    """Return the tables of each GPU's results by `python -m tools.gpu_report`. docs/measured.md has the first one alone
-    (`everything` False)."""
+    """Return the tables of each GPU's results by `python -m tools.gpu_report`. docs/measured.md has the first
+    one alone (`everything` False)."""
     parts = []
     for name, found in results.items():
         if not name.startswith("gpu-"):
@@ -136,7 +137,8 @@ PARTS = {"conditions": conditions, "claims": claims, "gpu": partial(gpu, everyth
 # 2. Pages --------------------------------------------------------------------------------------------------------
 
 def written(page: str, results: dict) -> str:
-    """Return the text of a page with new parts and numbers. Raises ValueError for an unpaired marker or an unknown name."""
+    """Return the text of a page with new parts and numbers. Raises ValueError for an unpaired marker or an
+    unknown name."""
     if mark := re.search(r"<!--.*?-->", NUMBER.sub("", PART.sub("", page))):
         raise ValueError(f"the marker {mark[0]} has no other half")
     made = {**PARTS, **{name: lambda _, figure=figure: figure for name, figure in headlines(results).items()}}
