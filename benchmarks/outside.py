@@ -96,7 +96,7 @@ class Service:
 
 
 def play(service: Service, texts: list[list[int]], rounds: list[tuple[float, int, list[int]]]) -> list[dict]:
-    """Play rounds, each session on a thread of its own; a round waits for its session's last one.
+    """Play rounds, each session on a thread of its own; a round waits for its session's previous one.
 
     `texts`: the first history of each session. `rounds`: (seconds from the start until it is due, session,
     new tokens). Returns: the results of `Service.ask`, in the order of `rounds`."""

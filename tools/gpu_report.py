@@ -175,7 +175,7 @@ def copies(model, histories: list[int], arguments):
     for memory in "pinned", "pageable":
         host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=memory == "pinned")
         for way, to, out_of in ("load", device, host), ("save", host, device):
-            _, *seconds = timeit.repeat(partial(to.copy_, out_of), number=1, repeat=1 + arguments.rounds)  # pageable and pinned copies block here
+            _, *seconds = timeit.repeat(partial(to.copy_, out_of), number=1, repeat=1 + arguments.rounds)  # each call blocks until the copy ends
             yield dict(memory=memory, way=way), [dict(gbps=measure.spread([to.nbytes / 1e9 / each for each in seconds]))]
 
 

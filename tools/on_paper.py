@@ -32,9 +32,8 @@ H100, SSD = 989e12, 6.9e9  # FLOP/s; bytes/s, section 6.2.2
 TOKENS, LONGEST = 1024, 16384  # of a history, in HCache
 # Table 3: layers that are recomputed, restored from hidden states, and loaded as K and V
 PAPER = {"7B schedule": (0, 31, 1), "13B schedule": (0, 36, 4), "30B schedule": (8, 40, 0)}
-# Table 3: bytes of a token as K and V over those of HCache. The paper prints half of the bytes of 16 bits, so
-# only ratios
-# can be compared.
+# Table 3: bytes of a token as K and V over those of HCache. The paper prints half of the bytes of 16 bits:
+# compare ratios only.
 BYTES = {"7B": 256 / 132, "13B": 400 / 210, "30B": 672 / 280}
 OVER_KV = 1.33, 1.81  # speed of HCache over K and V, sections 6.2.1 and 6.2.2
 GPUS = {"7B": PLATFORMS, "13B": ("a100", "l20", "h800"), "30B": PLATFORMS}  # 13B does not fit into 24 GB
