@@ -1,13 +1,14 @@
-"""All benchmarks, one after the other, then every claim beside what this machine has measured.
+"""Run all benchmarks, one after the other, then judge every claim by the results of this machine.
 
     python -m benchmarks --quick                some of them, in their shortest form
     python -m benchmarks                        all: less than 40 minutes on two cores
-    python -m benchmarks --only tiered ranks    these; what the others found last stays
-    python -m benchmarks --list                 the commands; nothing runs
+    python -m benchmarks --only tiered ranks    these alone; the results of the others stay
+    python -m benchmarks --list                 print the commands, and run nothing
 
-Each is a process of its own that writes what it has found after each of its parts, to benchmarks/results/last: one that
-fails, or takes twice as long as it should, loses nothing else. Nothing else may run beside it. tools/report.py makes the
-pages of one run of all with `--json benchmarks/results`.
+Each benchmark is a process of its own and writes its results to benchmarks/results/last after each of its
+parts. If one fails, or takes twice its time, the others still run, and its finished parts are kept. No other
+program should run at the same time. With `--json benchmarks/results` one run of all benchmarks makes the
+results from which tools/report.py writes the pages.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.measure import RESULTS, device_name
 
-# benchmark: minutes that it should take on two cores; options of the quick run, None: left out
+# benchmark -> minutes that it takes on two cores, and options of the quick run (None: it is left out)
 PARTS = {
     "baseline": (2, "--model classroom --rounds 2"),
     "engine": (2, "--only throughput host --model classroom --rounds 1"),
@@ -36,8 +37,8 @@ PARTS = {
 
 
 def ended(command: list[str], minutes: float) -> int:
-    """Run Python with these words -> the code that it ended with; 124 if it took longer, and it and all that it has started
-    were killed."""
+    """Run Python with these arguments. Returns: its exit code, or 124 if it took longer than `minutes`; then
+    it and all of its child processes are killed."""
     process = subprocess.Popen([sys.executable, *command], start_new_session=True)
     try:
         return process.wait(60 * minutes)
@@ -53,7 +54,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rows and rounds")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--list", action="store_true", help="print the commands, and end")
+    parser.add_argument("--list", action="store_true", help="print the commands and end")
     parser.add_argument("--json", type=Path, metavar="FOLDER", default=RESULTS / "last")
     arguments = parser.parse_args()
     failed, start = [], time.perf_counter()
@@ -75,7 +76,7 @@ def main():
         print("\nEvery claim, beside what was measured:\n")
         subprocess.run([sys.executable, "-m", "benchmarks.claims", str(arguments.json), device_name()], check=True)
     if failed:
-        sys.exit(f"Failed: {', '.join(failed)}; what they said stands above, and what they had found is written.")
+        sys.exit(f"Failed: {', '.join(failed)}; their messages stand above, and the rows that they had measured are written.")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Chapters 01 and 02 against `transformers` on the same weights, in one interleaved run.
+"""Compare chapters 01 and 02 with `transformers` on the same weights, in turn.
 
     python -m benchmarks.baseline                       all models; results in benchmarks/results/
     python -m benchmarks.baseline --model random:tinyllama --dtype bfloat16 --new-tokens 33
 
-A lone request of 512 tokens; nothing of it is cached. `transformers` runs eager, with each of its caches: dynamic (its
-default, and what the claims are against), and on a GPU static and offloaded to host memory. TBT is the mean time between
-the tokens of one answer.
+One request of 512 tokens, of which nothing is cached. `transformers` is not compiled, and runs with each of
+its caches: dynamic (its default, with which the claims compare), and on a GPU also static and offloaded to
+host memory. TBT is the mean time between the tokens of one answer.
 """
 import importlib
 import time
@@ -25,17 +25,18 @@ PEERS = {"dynamic": {}, **{name: dict(cache_implementation=name) for name in ("s
 
 
 def ask_theirs(model, prompt: list[int], new: int, **cache) -> tuple[float, float, list[int]]:
-    """`generate` of transformers, greedy and eager (compiling takes longer than it wins, and needs a compiler) -> TTFT ms, TBT
-    ms, tokens."""
+    """Ask `generate` of transformers, greedy and not compiled: compiling takes longer than it saves here, and
+    needs a compiler. `cache`: options of `generate`. Returns: TTFT in ms, TBT in ms, and the new tokens."""
     times, ids = [time.perf_counter()], torch.tensor([prompt], device=model.device)  # [1, T]
     streamer = SimpleNamespace(put=lambda tokens: times.append(time.perf_counter()), end=lambda: None)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
                          streamer=streamer, pad_token_id=0, disable_compile=True, **cache)
-    begin, _, first, *later = times  # the first call brings the prompt
+    begin, _, first, *later = times  # the streamer first receives the prompt
     return (first - begin) * 1e3, ([first, *later][-1] - first) / max(1, new - 1) * 1e3, out[0, len(prompt):].tolist()
 
 
 def ask_ours(engine, prompt: list[int], new: int) -> tuple[float, float, list[int]]:
+    """Ask one of our engines with an empty cache. Returns: TTFT in ms, TBT in ms, and the new tokens."""
     if engine.pools:
         engine.evict("device")
     result = engine.generate([Request(prompt, new)])[0].outcome
@@ -43,6 +44,7 @@ def ask_ours(engine, prompt: list[int], new: int) -> tuple[float, float, list[in
 
 
 def lone(model, arguments):
+    """Yield one row: TTFT and TBT of all engines and caches for the same prompt."""
     # 1. All engines on the same weights
     device, new = model.device.type, arguments.new_tokens
     reference = reference_model(arguments.name, model.dtype, device)

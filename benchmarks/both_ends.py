@@ -1,20 +1,24 @@
-"""Chapter 06: both ends beside only computing and only loading, on one model, one storage and one clock, in turn.
+"""Compare chapter 06's both ends with computing alone and with loading alone, in turn.
 
     python -m benchmarks.both_ends                                     all; results in benchmarks/results/
     python -m benchmarks.both_ends --only grid --model classroom --histories 1024 --r 1
 
-grid      TTFT of a question of 16 tokens behind a history that only storage has. Loading takes r times as long as
-          computing does alone, and the prefill has a share of each step: others' prompts take the rest.
-          Where the share is all, loading alone is asked in turn with both others. The bound is a device hit, and the time
-          until both ends meet: loading and computing alone as measured, less the hit; early tokens cost less to compute
-          than late ones; and computing is slowed by the loader beside it, of which nothing is taken (Figure 7).
-lengths   the same over lengths, at one bandwidth (Figure 5b): the share that is computed.
-steps     What each step of 256 tokens takes, computing alone (Figure 3), and K and V a second that this makes, beside
-          reading them from a file and copying them in memory (Figure 2).
-bits      8 bits beside those of the model, 16 where the processor multiplies them: TTFT, tokens that agree, and the
-          largest error of K and V; with all of a step, and with half of it.
+grid      TTFT of a question of 16 tokens behind a history that only storage has. Loading the history takes r
+          times as long as computing it. The prefill gets a share of each step, and prompts of other requests
+          take the rest. With a share of 1, loading alone is asked in turn with computing alone and both. The
+          bound is the TTFT of a device hit plus the time until both ends meet. That time follows from loading
+          alone and computing alone as measured, less the hit. Early tokens cost less to compute than late
+          ones. The loader slows computing by the factor that is measured while the loader runs and none of
+          its chunks is used (Figure 7).
+lengths   the same for several lengths at one bandwidth (Figure 5b): the share of tokens that is computed.
+steps     the time of each step of 256 tokens, computing alone (Figure 3), and the bytes of K and V that it
+          makes a second, beside reading them from a file and copying them in memory (Figure 2).
+bits      chunks of 8 bits beside chunks in the model's dtype, which has 16 bits if the processor multiplies
+          them: TTFT, answers that agree, and the largest error of K and V; with a whole step, and with half
+          of one.
 
-Shares are the paper's (appendix C), 10, 50 and 90 %, at three r: 2, 5 and 10 Gbit/s make r = 16, 6.6 and 3.3 on an A100 (14K tokens).
+The paper's shares (appendix C) are 10, 50 and 90 %. Its 2, 5 and 10 Gbit/s are r = 16, 6.6 and 3.3 on an A100
+(14K tokens).
 """
 
 import random
@@ -37,14 +41,14 @@ from common.store import StoredChunks
 from shell import checkpoint, lesson, modelled_link
 
 CHUNK = both_ends.CHUNK
-RATIOS, FEW, SHARES, SHARED = [4, 2, 1, 0.5, 0.25], [2, 1, 0.5], [0.9, 0.5, 0.1], [4]  # SHARED: r of all shares
+RATIOS, FEW, SHARES, SHARED = [4, 2, 1, 0.5, 0.25], [2, 1, 0.5], [0.9, 0.5, 0.1], [4]  # SHARED: the r that is measured with all shares
 HISTORIES = {"classroom": {1024: RATIOS, 1984: FEW}, "random:long": {1024: [1]}}  # tokens -> r
 LENGTHS = 512, 1024, 1984  # tokens
 QUESTION, STEP = 16, 256  # tokens
 
 
 class Cache(both_ends.BidirectionalCache):
-    """`take` False: what is read is dropped, and the limit stays: the loader only runs beside."""
+    """Chapter 06's Cache. With `take` False the loader runs beside prefill, and its chunks are dropped."""
 
     take = True
 
@@ -65,7 +69,7 @@ class Cache(both_ends.BidirectionalCache):
 
 
 class Silent(both_ends.ModelledStorage):
-    """Brings nothing: what it is asked for is over when it is called off."""
+    """A storage whose reads never complete: each ends when it is cancelled."""
 
     def get(self, keys, into, label=""):
         transfer = links.Transfer("storage", label)
@@ -74,23 +78,27 @@ class Silent(both_ends.ModelledStorage):
 
 
 class Bench:
+    """One engine, its storage, and a history of `tokens` tokens that storage has."""
+
     def __init__(self, model, tokens: int, bits: int | None = None):
         self.model, self.tokens, self.draw = model, tokens, partial(draw, random.Random(0), model)
-        self.history, self.crowd = self.draw(tokens), []  # the same one for so many tokens
+        self.history, self.crowd = self.draw(tokens), []  # of one length always the same history
         self.modelled, silent = both_ends.ModelledStorage(1e11, 1e9), Silent(0, 1.0)
         self.storage, self.silent = StoredChunks(self.modelled), StoredChunks(silent)
         self.cache = Cache(self.storage, bits=bits, memory=1e9)
-        blocks = -(-(tokens + 2 * QUESTION) // 16) + 256  # others' prompts, of 8 steps
+        blocks = -(-(tokens + 2 * QUESTION) // 16) + 256  # and room for prompts of other requests, 8 steps of them
         self.engine = engine_of(model, blocks, self.cache, always=True)
         self.silent.open(self.engine.wake.set)
-        self.once("compute")  # and kept
+        self.once("compute")  # compute the history and save it
         lesson.wait_until_idle(self.engine)
         self.cache.save = lambda batch: None
         silent.index = self.modelled.index
         self.bytes = tokens // CHUNK * self.cache.chunk_bytes
 
     def once(self, way: str, share: float = 1.0, question: list[int] | None = None) -> Request:
-        """Ask behind the history: way hit, compute, load, both, or beside."""
+        """Ask a question behind the history. `way`: hit (on the device), compute, load, both, or beside
+        (compute while the loader runs); `share`: of each step, for this request. Returns: the finished
+        request."""
         engine, cache = self.engine, self.cache
         lesson.wait_until_idle(engine)
         if way != "hit":
@@ -102,7 +110,7 @@ class Bench:
             cache.storage = self.silent
         request = Request(self.history + (question or self.draw(QUESTION)), 1)
         request.must_compute = way == "compute" and share == 1
-        for _ in range(4 if share < 1 else 0):  # others are there before
+        for _ in range(4 if share < 1 else 0):  # other requests already run when this one arrives
             self.fill(share)
             engine.step()
         request.received = time.perf_counter()
@@ -111,14 +119,14 @@ class Bench:
             self.fill(share)
             engine.step()
         for other in self.crowd:
-            engine.cancel(other, ClientDisconnected("it was there to take its share"))
+            engine.cancel(other, ClientDisconnected("it only took its share of each step"))
         self.crowd, cache.storage = [], self.storage
         if isinstance(request.outcome, Exception):
             raise request.outcome
         return request
 
     def fill(self, share: float):
-        """Others' prompts take what the prefill leaves of the next step."""
+        """Submit prompts of other requests that fill 1 - share of the next step's token budget."""
         self.crowd = [other for other in self.crowd if other.outcome is None]
         budget = self.engine.token_budget
         missing = int((1 - share) * budget) - sum(other.pending for other in self.crowd)
@@ -127,17 +135,18 @@ class Bench:
             self.engine.submit(self.crowd[-1])
 
     def typical(self, way: str, share: float = 1.0, rounds: int = 3) -> float:
-        """TTFT in ms, the median."""
+        """Return the median TTFT in ms."""
         return statistics.median(ttft([self.once(way, share) for _ in range(rounds)]))
 
     def use(self, speed: float):
-        """Let storage be so fast from now on, in bytes/s."""
+        """Give the modelled storage a bandwidth of `speed` bytes/s."""
         measure.change_speed(self.engine, self.modelled, self.modelled.reader, modelled_link.Bandwidth(speed))
 
 
 # 1. The grid ------------------------------------------------------------------------------------------------
 
 def grid(model, arguments):
+    """Yield a row for each history, r and share."""
     for tokens in arguments.histories or HISTORIES.get(arguments.name, [1024]):
         bench = Bench(model, tokens)
         for r in arguments.r or HISTORIES.get(arguments.name, {}).get(tokens, RATIOS):
@@ -148,7 +157,10 @@ def grid(model, arguments):
 
 
 def cell(bench: Bench, speed: float, share: float, rounds: int) -> dict:
-    """Ask with storage of so many bytes/s. Of a share, three rounds, and loading alone once: others' prompts take long."""
+    """Measure all ways in turn over storage of `speed` bytes/s. Returns: the row.
+
+    With a share below 1, prompts of other requests take long, so there are at most three rounds, and loading
+    alone is asked once."""
     bench.use(speed)
     whole = share == 1
     slowed = bench.typical("beside") / bench.typical("compute")
@@ -172,13 +184,13 @@ def cell(bench: Bench, speed: float, share: float, rounds: int) -> dict:
 
 
 def time_to_meet(config, tokens: int, load: float, compute: float) -> float:
-    """Return when both ends meet, if computing all tokens takes `compute` and loading all takes `load`."""
+    """Return the time until both ends meet. `compute`, `load`: the time to compute, and to load, all tokens."""
     whole = flops(config, 0, tokens)
     return min(max(compute * flops(config, 0, front) / whole, load * (1 - front / tokens)) for front in range(tokens + 1))
 
 
 def lengths(model, arguments):
-    """Storage is as fast as computing the longest history."""
+    """Yield a row for each length. Storage loads the longest history in the time in which it is computed."""
     benches = [Bench(model, tokens) for tokens in arguments.histories or LENGTHS]
     speed = benches[-1].bytes / (1e-3 * benches[-1].typical("compute"))
     for bench in benches:
@@ -189,6 +201,7 @@ def lengths(model, arguments):
 # 2. Steps, and 8 bits ---------------------------------------------------------------------------------------
 
 def steps(model, arguments):
+    """Yield one row: the time of each prefill step; MB/s of computing, of a file and of host memory."""
     bench = Bench(model, min(7, (model.config.max_position_embeddings - 2 * QUESTION) // STEP) * STEP)
     bench.engine.token_budget = STEP
     asked = [bench.once("compute") for _ in range(1 + arguments.rounds)][1:]
@@ -206,6 +219,7 @@ def steps(model, arguments):
 
 
 def bits(model, arguments):
+    """Yield a row for a whole step and for half of one: 8-bit chunks beside exact ones."""
     model, *_ = checkpoint.load(arguments.name, measure.short_dtype(), arguments.device)
     tokens, rounds = min(1024, max(arguments.histories or [1024])), arguments.rounds
     exact, small = Bench(model, tokens), Bench(model, tokens, bits=8)
@@ -224,7 +238,7 @@ def bits(model, arguments):
             ways = {bench.cache.bits: partial(bench.once, way, share) for bench in (exact, small)}
             taken = measure.same_question_in_turn(ways, rounds, partial(exact.draw, QUESTION)).values()
             row[f"{way}_faster"] = ratio(*map(ttft, taken))
-        agree = sum(theirs.new == ours.new for theirs, ours in zip(*taken))  # of both
+        agree = sum(theirs.new == ours.new for theirs, ours in zip(*taken))  # of way "both"
         yield dict(row, both_tokens_agree=f"{agree} of {rounds}", largest_error=error.max().item(), largest=kv.abs().max().item())
     for bench in (exact, small):
         bench.engine.close()
@@ -242,27 +256,27 @@ def report(found: list[dict]) -> str:
     slower = [f"Computing takes {tables.number(few[0] / most[0])} times as long with a tenth of each step as with nine tenths (Cake, "
               "5.3: 8.22)."] if few and most else []  # fmt: skip
     columns = {
-        **{way: f"{{ttft_ms[{way}]:ms}}" for way in ("compute", "load", "both")}, "better / both": "{better_over_both:spread}",
+        **{way: f"{{ttft_ms[{way}]:ms}}" for way in ("compute", "load", "both")}, "faster / both": "{better_over_both:spread}",
         "both - bound, ms": "{over_bound_ms:spread}", "slowed": "{slowed:n}",
         "chunks computed, loaded": "{computed_chunks:.0f}, {loaded_chunks:.0f}",
     }  # fmt: skip
     shares = [dict(row, computed=row["computed_chunks"] * CHUNK / row["history_tokens"]) for row in tables.rows(found, "lengths")]
     return tables.paragraphs(
         tables.table(
-            "**TTFT by computing, by loading and by both**; the better of the two over both, within each round; both less the bound; "
-            "computing beside a loader over computing alone (Figure 7):",
+            "**TTFT of computing, of loading and of both ends**; the faster of the first two over both, within each round; both minus the "
+            "bound; and computing beside a loader over computing alone (`slowed`, Figure 7):",
             {"model, history": "{model}, {history_tokens:,}", "r": "{r:g}", "share": "{share:g}"} | columns, rows),
         *slower,
         tables.table(
             "**At one bandwidth** (Figure 5b: from 2K to 32K tokens the computed share falls by a tenth), {mbps:.0f} MB/s, {model}:",
             {"history": "{history_tokens:,}", "computed": "{computed:%}"} | columns, shares),
         tables.table(
-            "**Computing as a bandwidth** (Figures 2 and 3): K and V a second behind {history_tokens:,} tokens, in MB/s, beside what "
-            "holds them; a step of 256 tokens at the beginning, and at the end:", {
+            "**Computing as a bandwidth** (Figures 2 and 3): MB/s at which K and V of {history_tokens:,} tokens are computed, read from "
+            "a file, and copied in host memory; and the time of the first and of the last step of 256 tokens:", {
                 "model": "{model}", **{name: f"{{mbps[{name}]:spread}}" for name in ("computing", "a file, read before", "host memory")},
                 "first step": "{first:ms}", "last step": "{last:ms}",
             }, [dict(row, first=row["steps_ms"][0], last=row["steps_ms"][-1]) for row in tables.rows(found, "steps")]),
-        tables.table("**{bits} bits over 8** (Figure 8), TTFT:", {
+        tables.table("**{bits} bits over 8 bits** (Figure 8): ratio of TTFT:", {
             "model, r, share": "{model}, {r:g}, {share:g}", "only loading": "{load_faster:spread}", "both": "{both_faster:spread}",
             "tokens agree": "{both_tokens_agree}", "largest error of K and V": "{largest_error:.2g} of {largest:.0f}",
         }, tables.rows(found, "bits")))  # fmt: skip
@@ -271,6 +285,6 @@ def report(found: list[dict]) -> str:
 if __name__ == "__main__":
     parser = measure.parser(__doc__, PARTS, rounds=5)
     parser.add_argument("--histories", type=int, nargs="+", help="tokens")
-    parser.add_argument("--r", type=float, nargs="+", help="loading over computing")
-    parser.add_argument("--share", type=float, nargs="*", default=SHARES, help="of a step, besides 1")
+    parser.add_argument("--r", type=float, nargs="+", help="time of loading over time of computing")
+    parser.add_argument("--share", type=float, nargs="*", default=SHARES, help="shares of a step that prefill gets, besides 1")
     measure.run("both_ends", PARTS, report, parser.parse_args())

@@ -1,12 +1,13 @@
-"""What is claimed, what a paper says of it, what arithmetic allows at the paper's sizes, and what was measured.
+"""Judge every claim: the paper's number, the bound by arithmetic at the paper's sizes, and the measurement.
 
-    python -m benchmarks.claims                             of benchmarks/results, which is committed
-    python -m benchmarks.claims benchmarks/results/last     of the last `python -m benchmarks`; behind that a device,
-                                                            as in the names of its files (cpu)
+    python -m benchmarks.claims                             judge benchmarks/results, which is committed
+    python -m benchmarks.claims benchmarks/results/last     judge the last `python -m benchmarks`; a second argument
+                                                            names the device as file names do (default: cpu)
 
-Each claim reads cells from the results of one benchmark. A row that has exercised nothing (no tokens restored, no chunks loaded,
-no blocks rebuilt) is no cell. A claim holds if all its cells do. "not 3 % slower" fails where the median of the paired ratios exceeds
-1.03 and their lower quartile exceeds 1. The arithmetic is that of tools/on_paper.py, so tools/report.py prints it.
+Each claim reads cells from the rows of one benchmark. A row whose mechanism did nothing (no tokens restored,
+no chunks loaded, no blocks rebuilt) makes no cell. A claim holds if all of its cells hold. "not 3 % slower"
+fails where the median of the paired ratios exceeds 1.03 and their lower quartile exceeds 1. tools/on_paper.py
+does the arithmetic, and tools/report.py adds it to the table.
 """
 
 import json
@@ -25,28 +26,34 @@ ABSENT = "not run"
 
 
 class Cell(NamedTuple):
+    """One measured figure of a claim."""
+
     label: str
     value: float
-    samples: tuple[float, ...] = ()  # paired ratios, for "not ... slower"
+    samples: tuple[float, ...] = ()  # paired ratios, for "not ... slower"; empty where the figure has none
 
 
 class Claim(NamedTuple):
+    """A statement about one benchmark's figures, and the limit that they must keep."""
+
     chapter: str
-    text: str  # what, and in which regime
-    paper: str  # section or figure, and the number that is printed there
-    asked: tuple[str, float]  # (">=", 1.4), or ("slower", 0.03): not so much slower
+    text: str  # the figure and its regime
+    paper: str  # the paper's section or figure, and the number that it prints
+    asked: tuple[str, float]  # (">=", 1.4), ("<=", 0.5), or ("slower", 0.03): at most 3 % slower
     benchmark: str
-    cells: Callable[[list], list[Cell]]  # (what it has found) -> cells
-    allowed: Callable | None = None  # (tools.on_paper) -> the numbers that arithmetic gives for the paper's hardware
-    gpu: tuple[str, ...] = ()  # ways of tools.gpu_report: the first one's time over the second one's; of one, TBT of others
+    cells: Callable[[list], list[Cell]]  # ("found" of the benchmark's file) -> cells
+    allowed: Callable | None = None  # (module tools.on_paper) -> numbers by arithmetic for the paper's hardware
+    gpu: tuple[str, ...] = ()  # ways of tools.gpu_report: two give the ratio of their times, one gives the TBT of other requests
 
 
 # 1. Reading each benchmark ----------------------------------------------------------------------------------
 
 def cells(part: str, label: str, figure: Callable, exercised: Callable = lambda row: 1, **wanted) -> Callable:
-    """Return what reads a cell of each row of a part that is as wanted (`model`, or any of its keys) and that has
-    `exercised` what the mechanism moves. `figure`: (row) -> a number, or the spread of paired ratios. A row that lacks what
-    is read, as one of older code does, is no cell."""
+    """Return a reader: (found) -> one cell for each row of `part` that is as wanted and was exercised.
+
+    `label`: a template for the row. `figure`: (row) -> a number, or the spread of paired ratios. `exercised`:
+    (row) -> true if the mechanism moved or computed something. `wanted`: values of the row's keys, `model`
+    among them. A row without a key that is read, such as a row of older code, makes no cell."""
     def read(found: list) -> list[Cell]:
         every = []
         for row in rows(found, part, **wanted):
@@ -61,7 +68,7 @@ def cell(label: str, figure) -> Cell:
 
 
 def each(*readers: Callable) -> Callable:
-    """Return what reads the cells of all of them."""
+    """Return a reader of the cells of all `readers`, in their order."""
     return lambda found: [cell for read in readers for cell in read(found)]
 
 
@@ -70,24 +77,27 @@ def against_transformers(chapter: str) -> Callable:
 
 
 def planned(over: str, chapter: str, least: int = 1024, **wanted) -> Callable:
-    """TTFT of one chapter over that of another, behind at least so many tokens, where all that restore brought all back."""
+    """Return a reader: TTFT of chapter `over` divided by TTFT of `chapter`, behind at least `least` tokens.
+
+    Rows in which 03, 04 or 05 restored nothing make no cell."""
     def restored(row: dict) -> int:
         return row["history_tokens"] >= least and min(row["restored"][way] for way in ("03", "04", "05"))
     return cells("ttft", f"{over}, {{model}} {{history_tokens}}, {{link}}", lambda row: row[f"over_{over}"][chapter], restored, **wanted)
 
 
 def halves(over: str, chapter: str, **wanted) -> Callable:
-    """The same of models whose states are half as large as K and V."""
+    """Return the reader of `planned` for models whose hidden states are half as large as K and V."""
     return planned(over, chapter, states_over_kv=0.5, **wanted)
 
 
 def inverse(read: Callable) -> Callable:
-    """Return what reads the same cells upside down."""
+    """Return a reader of the same cells, each figure and sample replaced by its reciprocal."""
     return lambda found: [Cell(label, 1 / value, tuple(1 / sample for sample in samples)) for label, value, samples in read(found)]
 
 
 def sessions(key: str, base: str, *systems: str) -> Callable:
-    """Of each system, the ratios of all runs at the rates that it and `base` sustain."""
+    """Return a reader: for each system the ratios `key` of all runs, at the rates that both it and `base`
+    sustain."""
     def read(found: list) -> list[Cell]:
         every = rows(found, "sessions")
         diverged = {(row["system"], row["rate"]) for row in every if row["diverged"]}
@@ -115,7 +125,8 @@ def mix(key: str, **wanted) -> Callable:
 
 
 def policies(policy: str) -> Callable:
-    """Each policy over the one that also computes; of rows whose storage was about as slow as it says."""
+    """Return a reader: TTFT of `both_ends` over TTFT of `policy`, in rows whose measured r is near the
+    intended one."""
     return cells("policies", f"{policy}, {{model}}, r {{r:g}}, guard {{guard}}", lambda row: row["both_ends_over"][policy],
                  lambda row: row["from_storage"]["both_ends"] * (0.75 < row["measured_r"] / row["r"] < 1.33))
 
@@ -128,7 +139,7 @@ def decode(figure: Callable, **wanted) -> Callable:
 
 
 def behind_in_decode(policy: str) -> Callable:
-    """hybrid's seconds over those of another policy, in the same round."""
+    """Return a reader: seconds of a decode step of hybrid over those of `policy`, in the same round."""
     over = decode(lambda row: row["policies"][policy]["over"])
     return lambda found: [Cell(f"{policy}, {label}", value, samples) for label, value, samples in inverse(over)(found)]
 
@@ -138,7 +149,7 @@ def whole(figure: Callable, *policies: str) -> Callable:
 
 
 def step_of_table_iii(before: str, after: str) -> Callable:
-    """One policy's throughput over that of another, in the same rounds."""
+    """Return a reader: throughput of policy `after` over that of `before`, in the same rounds."""
     def read(found: list) -> list[Cell]:
         each = [[row["policies"][name]["over"]["samples"] for name in (before, after)] for row in rows(found, "lengths")]
         return [cell(f"{after} over {before}", ratio(*samples)) for samples in each]
@@ -154,81 +165,81 @@ def from_disk(key: str) -> Callable:
 LINK, EVEN, SLOW = LINKS
 OPPONENTS = "kv-only", "act-only", "naive"
 CLAIMS = [
-    Claim("01, 02", "TBT of generate of `transformers` (eager, dynamic cache) over ours; classroom, 512 tokens before, one request", "-",
+    Claim("01, 02", "TBT of `generate` in `transformers` (not compiled, dynamic cache) over ours; classroom, a prompt of 512 tokens, one request", "-",
           (">=", 1.25), "baseline", each(against_transformers("01"), against_transformers("02"))),
-    Claim("02, 03", "thirty questions at once about one document of 1,024 tokens compute it (02) or restore it (03) once: TTFT over that "
-          "with the document on the device and that of one question; classroom", "-", ("<=", 1.1), "engine",
+    Claim("02, 03", "thirty questions at once about one document of 1,024 tokens, which 02 computes and 03 restores once: their mean TTFT over the "
+          "sum of their TTFT with the document on the device and the TTFT of one question alone; classroom", "-", ("<=", 1.1), "engine",
           cells("burst", "{model}, {chapter}", lambda row: row["ratio"], lambda row: row["bytes_restored"] or row["chapter"] == "02")),
-    Claim("03", "TTFT of a host hit over computing; 1,024 and 1,984 tokens, default link, one request",
+    Claim("03", "TTFT of a hit in host memory over TTFT of computing; 1,024 and 1,984 tokens, default link, one request",
           "KV Cache CPU Offloading, benchmarks: 0.02 to 0.1, a copy over computing 4,096 tokens of a 70B; H100, 64 GB/s", ("<=", 0.5), "engine",
           cells("host", "{model} {history}", lambda row: row["over_computing"], lambda row: row["bytes_restored"]),
           lambda paper: [paper.copy_over_computing()], ("03", "02")),
-    Claim("03", "ms of a host hit's TTFT above its bound, the longer of link and question and a layer of the other; the same hits", "-",
+    Claim("03", "ms of TTFT above its bound, in the same hits; the bound: the longer of transfer and question, and a layer's share of the other", "-",
           ("<=", 10.0), "engine",
           cells("host", "{model} {history}", lambda row: row["ttft_over_bound_ms"], lambda row: row["bytes_restored"])),
-    Claim("04", "TTFT of K and V over that of hidden states; 1,024 to 1,984 tokens, the link is the bottleneck, one request",
+    Claim("04", "TTFT of K and V (03) over TTFT of hidden states (04); 1,024 to 1,984 tokens, the link is the bottleneck, one request",
           "HCache, 3.2: 2, of the transfer; it prints no TTFT of states alone", (">=", 1.7), "planned", halves("03", "04", link=LINK)),
-    Claim("04", "TBT of 1 and 16 behind 512 tokens while their states are saved in two stages: not 6 % above that of nothing kept",
+    Claim("04", "TBT of 1 and 16 requests behind 512 tokens while their hidden states are saved in two stages: not 6 % slower than with nothing kept",
           "HCache, 6.3.3 (figure 14): 1, behind 512 tokens; 7B and 13B, A100, SSD", ("slower", 0.06), "variants",
           cells("saving", "{model}, {running} running", lambda row: row["ways"]["two stages"]["tbt_over_nothing"],
                 lambda row: row["ways"]["two stages"]["bytes_out"] * row["behind_tokens"])),
-    Claim("05", "TTFT of K and V over that of the plan; 1,024 to 1,984 tokens, the link is the bottleneck, one request",
+    Claim("05", "TTFT of K and V (03) over TTFT of the plan (05); 1,024 to 1,984 tokens, the link is the bottleneck, one request",
           "HCache, 6.2.2 (figure 11 d-f): 2.09 to 2.66, speed of restoring; A100s, one SSD for each", (">=", 1.6), "planned", halves("03", "05", link=LINK)),
-    Claim("05", "the same over a link where projecting takes as long as the transfer",
-          "HCache, 6.1.2 (figure 10): 1.62 to 1.93, TTFT behind 4K to 16K; A100s, 4 SSDs; even at 7B only",
+    Claim("05", "the same ratio over a link on which projecting takes as long as the transfer",
+          "HCache, 6.1.2 (figure 10): 1.62 to 1.93, TTFT behind 4K to 16K; A100s, 4 SSDs; balanced at 7B only",
           (">=", 1.15), "planned", halves("03", "05", link=EVEN), lambda paper: paper.ttft_gains("KV", [4096, 16384], 92), ("03", "05")),
-    Claim("05", "TTFT of computing over that of the plan, the same link and lengths",
+    Claim("05", "TTFT of computing (02) over TTFT of the plan (05); the same link and lengths",
           "HCache, 6.1.2 (figure 10): 2.66 to 5.73, over DeepSpeed-MII; A100s, 4 SSDs", (">=", 2.66), "planned", halves("02", "05", link=EVEN),
           lambda paper: paper.ttft_gains("recomputing", [4096, 16384], 92), ("02", "05")),
-    Claim("05", "the plan is not 3 % slower than K and V (03) or hidden states (04); 512 to 1,984 tokens, three links, and grouped queries, "
-          "whose states are larger than K and V", "-", ("slower", 0.03), "planned",
+    Claim("05", "the plan (05) is not 3 % slower than K and V (03) or hidden states (04); 512 to 1,984 tokens, three links, and grouped queries, "
+          "whose hidden states are larger than K and V", "-", ("slower", 0.03), "planned",
           each(*(inverse(planned(over, "05", least=512)) for over in ("03", "04")))),
-    Claim("05", "rounds a second over those of K and V; eight and sixteen histories at once, of 128 to 768 tokens, a link as fast as projecting",
+    Claim("05", "requests a second of the plan (05) over those of K and V (03); eight and sixteen at once, behind 128 to 768 tokens, the same link",
           "HCache, 6.1.1 (figure 9): up to 1.11, requests a second of sessions; 7B and 30B, A100s", (">=", 1.11), "planned",
           cells("at_once", "{model}, {at_once}", lambda row: row["over_03"], lambda row: row["bytes"]["05"] * row["at_once"])),
-    Claim("05", "sixteen sessions over HTTP, behind 800 tokens, at the rates that both sustain: p50 of TTFT over that of K and V",
+    Claim("05", "sixteen sessions over HTTP, behind 800 tokens, at the rates that both sustain: p50 of TTFT of the plan (05) over that of K and V (03)",
           "HCache, 6.1.1 (figure 9 a-c): 0.53 to 0.79, over all rates; 7B to 30B, A100s, 4 SSDs", ("<=", 0.9), "outside",
           sessions("p50_over_03", "03", "05"), lambda paper: [1 / gain for gain in paper.ttft_gains("KV", [2500], 67)]),
-    Claim("05", "the same sessions and rates: p90 of TTFT, not 3 % above that of K and V", "-", ("slower", 0.03), "outside",
+    Claim("05", "the same sessions and rates: p90 of TTFT of the plan (05) is not 3 % above that of K and V (03)", "-", ("slower", 0.03), "outside",
           sessions("p90_over_03", "03", "05")),
-    Claim("05", "the same sessions: rounds a second at which TTFT diverges, over those of K and V",
-          "HCache, 6.1.1 (figure 9): up to 1.11, 7B and 30B; even at 13B, which memory limits; A100s", (">=", 1.0), "outside", sustained_over("05", "03")),
-    Claim("03 to 05", "the same sessions, at the rates that both sustain: mean TBT, not 4 % above that of 02, which keeps all on the device",
+    Claim("05", "the same sessions: the rate at which TTFT of the plan (05) diverges, over that of K and V (03)",
+          "HCache, 6.1.1 (figure 9): up to 1.11, 7B and 30B; nearly the same at 13B, which memory limits; A100s", (">=", 1.0), "outside", sustained_over("05", "03")),
+    Claim("03 to 05", "the same sessions, at the rates that both sustain: mean TBT is not 4 % above that of 02, which keeps everything on the device",
           "HCache, 6.1.1 (figure 9 d-f): at most 1.04; A100s, 4 SSDs", ("slower", 0.04), "outside", sessions("tbt_over_02", "02", "03", "04", "05"), None, ("05",)),
-    Claim("06", "TTFT of the better of computing and loading over that of both; 1,024 and 1,984 tokens, storage as fast as computing",
-          "l c / (l + c) allows 2; Cake names no r", (">=", 1.4), "both_ends", grid(lambda row: row["better_over_both"], r=1, share=1.0)),
-    Claim("06", "both is not 3 % slower than the better one; loading takes 0.25 to 4 times as long, shares of a step from 10 % on",
+    Claim("06", "TTFT of the faster of computing and loading over TTFT of both ends; 1,024 and 1,984 tokens, storage as fast as computing",
+          "by l c / (l + c) at most 2; Cake names no r", (">=", 1.4), "both_ends", grid(lambda row: row["better_over_both"], r=1, share=1.0)),
+    Claim("06", "both ends are not 3 % slower than the faster one; loading takes 0.25 to 4 times as long as computing, with 10 % of a step or more",
           "Cake, 5.3, appendix C: the fastest everywhere; 7B, 10 to 90 % of a GPU, 2 to 10 Gbit/s", ("slower", 0.03), "both_ends",
           grid(lambda row: row["over_better"]), None, ("06, r = 1, both", "06, r = 1, load")),
-    Claim("07", "storage to host to device in one pipeline, under timeout and wait_complete: its bound over TTFT; 1,024 tokens, "
-          "storage as fast as the link, one request", "-", (">=", 0.85), "tiered",
+    Claim("07", "pages pass from storage through host memory to the device in one pipeline, under timeout and wait_complete: its bound over TTFT; "
+          "1,024 tokens, storage as fast as the link, one request", "-", (">=", 0.85), "tiered",
           cells("pipeline", "{model}, {policy}", lambda row: row["of_bound"], lambda row: row["storage"])),
-    Claim("07", "throughput over the device alone, two at once, the same conversations", "HiCache's announcement: up to 6", (">=", 2.5), "tiered",
+    Claim("07", "throughput over that of the device alone; conversations behind documents of 1,024 tokens, two at once", "HiCache's announcement: up to 6", (">=", 2.5), "tiered",
           mix("throughput", at_once=2)),
     Claim("07", "`both_ends` is not 3 % slower than computing or another policy; 1,024 tokens, storage as fast as computing, and half as fast "
-          "behind the guard", "-", ("slower", 0.03), "tiered", each(*map(policies, ("computed", "best_effort", "wait_complete", "timeout")))),
-    Claim("07", "no request is 3 % slower than computing, whatever tier has its prefix; 512 and 1,900 tokens, storage of 1 MB/s to 1 GB/s", "-",
+          "with the engine's guard on", "-", ("slower", 0.03), "tiered", each(*map(policies, ("computed", "best_effort", "wait_complete", "timeout")))),
+    Claim("07", "no request is 3 % slower than computing, whichever tier has its prefix; 512 and 1,900 tokens, storage of 1 MB/s to 1 GB/s", "-",
           ("slower", 0.03), "tiered",
           cells("admission", "{history_tokens}, {way}", lambda row: row["over_computing"], lambda row: row["way"] != "computed")),
-    Claim("08", "hybrid is not 3 % slower than K and V only, activations only, or no mini-batches; decode, and whole answers",
+    Claim("08", "hybrid is not 3 % slower than K and V only, activations only, or no mini-batches; decode steps, and whole answers",
           "CAPTURE, V-B, figure 8: the fastest, 2.19 over FlexGen, 1.35 over activations only", ("slower", 0.03), "hybrid_blocks",
           each(*map(behind_in_decode, OPPONENTS[:2]), inverse(whole(lambda row: row["over"], *OPPONENTS))),
           lambda paper: paper.capture_mean(0) + paper.capture_mean(1), ("08, kv-only", "08, hybrid")),
-    Claim("08", "hybrid's gain over K and V only and over activations only, of what its costs allow; whole answers, f = 1.25", "-", (">=", 0.93),
+    Claim("08", "hybrid's gain over K and V only and over activations only, as a share of the gain that its costs allow; whole answers, f = 1.25", "-", (">=", 0.93),
           "hybrid_blocks", whole(lambda row: median(row["over"]) / row["allowed"], *OPPONENTS[:2])),
-    Claim("08", "share of the time in which hybrid's processor is busy, over that of K and V only; decode, f = 1.25",
+    Claim("08", "share of the time in which the processor is busy under hybrid, over that under K and V only; decode steps, f = 1.25",
           "CAPTURE, V-D, figure 10: 0.36 over 0.08 (32 at once) to 0.78 over 0.13 (128), FlexGen; it prints 7.39 on average; OPT-30B on a 4090", (">=", 2.0), "hybrid_blocks",
           decode(lambda row: row["policies"]["hybrid"]["busy"]["compute"] / row["policies"]["kv-only"]["busy"]["compute"], f=1.25)),
-    Claim("08", "as many bytes of ACT as of KV blocks, over activations only; decode, contexts of all lengths, f = 1.25",
+    Claim("08", "throughput with as many bytes of ACT as of KV blocks (1:1), over activations only; decode steps, contexts of mixed lengths, f = 1.25",
           "CAPTURE, V-E, table III: 1.26 to 1.39; prompts all of 1,920, prefill counted, OPT, 4090", (">=", 1.1), "hybrid_blocks",
           step_of_table_iii("act-only", "1:1"), lambda paper: [paper.capture_gains(name, 1920, [667])[1] for name in paper.OPT]),
-    Claim("08", "Algorithm 1 and the paper's mini-batches over that", "CAPTURE, V-E, table III: 1.00 to 1.16", (">=", 1.0), "hybrid_blocks",
+    Claim("08", "throughput with Algorithm 1 and the paper's mini-batches, over 1:1", "CAPTURE, V-E, table III: 1.00 to 1.16", (">=", 1.0), "hybrid_blocks",
           step_of_table_iii("1:1", "paper"),
           lambda paper: [paper.capture_gains(name, 1920)[1] / paper.capture_gains(name, 1920, [667])[1] for name in paper.OPT]),
-    Claim("09", "TTFT on two ranks over what a rank's link takes for half of the bytes; 1,024 tokens, K and V or states, a slow link",
-          "HCache, section 5: each rank reads its share", ("<=", 1.25), "ranks",
+    Claim("09", "TTFT on two ranks over the time in which each link transfers half of the bytes; 1,024 tokens, K and V or hidden states, a slow link",
+          "HCache, section 5: each rank reads a disjoint share", ("<=", 1.25), "ranks",
           cells("ranks", "{model}, {keep}", lambda row: median(row["ttft_ms"]) / row["link_ms"], lambda row: row["bytes_over_link"], ranks=2)),
-    Claim("04 to 07", "TTFT from this machine's own disk, page cache dropped, over computing; 1,024 tokens, one request",
+    Claim("04 to 07", "TTFT of a history on this machine's own disk, page cache dropped, over TTFT of computing; 1,024 tokens, one request",
           "HCache, 6.1.2 (figure 10): 0.17 to 0.38 of recomputing, behind 4K to 16K; A100s, 4 SSDs", ("<=", 0.8), "real_storage", from_disk("over_computing")),
 ]  # fmt: skip
 
@@ -250,7 +261,10 @@ def read(folder: Path = RESULTS) -> dict:
 
 
 def table(results: dict, device: str = "cpu", paper=None) -> list[list[str]]:
-    """`device`: as in the files' names. Ranks are measured on the CPU where there are fewer GPUs. `paper`: tools.on_paper."""
+    """Return the table's rows, one for each claim, with the columns of HEADER.
+
+    `device`: as in file names; results of `ranks` are taken from the CPU where this device has none. `paper`:
+    the module tools.on_paper, or None to leave the column of arithmetic empty."""
     def found(benchmark: str) -> list:
         file = results.get(f"{benchmark}-{device}") or results.get(f"{benchmark}-cpu" if benchmark == "ranks" else "", {})
         return file.get("found", [])
@@ -264,14 +278,14 @@ def wanted(asked: tuple[str, float]) -> str:
 
 
 def shown(values: list[float]) -> str:
-    """Their range."""
+    """Return the values' range as text, or the value if all are equal."""
     return " to ".join(f"{value:.3g}" for value in sorted({min(values), max(values)}))
 
 
 def judged(claim: Claim, found: list) -> tuple[str, str]:
-    """-> what was measured, and the verdict."""
+    """Judge a claim by its cells. Returns: the range of the figures, and the verdict."""
     if not (cells := claim.cells(found)):
-        return "", "says nothing"
+        return "", "not measured"
     measured = shown([cell.value for cell in cells]) + f" in {len(cells)} cells" * (len(cells) > 1)
     if not (missed := [cell for cell in cells if not holds(cell, claim.asked)]):
         return measured, "met"
@@ -280,8 +294,12 @@ def judged(claim: Claim, found: list) -> tuple[str, str]:
 
 
 def on_gpu(results: dict, ways: tuple[str, ...]) -> str:
-    """In each file of a GPU: of a 7B, else of a model whose states are half of K and V, behind its longest history; what its
-    arithmetic allows, where the rows say so. Of one way: TBT of eight while a history comes back, over that beside a short prompt."""
+    """Return the figures of all GPUs as text, one for each file gpu-DEVICE.json; ABSENT without any.
+
+    Each figure is that of a 7B, else of a model whose hidden states are half as large as K and V, with the
+    longest history. Two `ways` give the first one's time over the second one's, and the ratio that arithmetic
+    allows, if the rows have it. One way gives the TBT of eight requests while its history comes back, over
+    that beside a short prompt."""
     made = []
     for file in (file for name, file in results.items() if name.startswith("gpu-")):
         each = [row for job in file.values() for row in job["rows"] if row.get("way") in ways and "," not in row["model"]]
@@ -295,7 +313,8 @@ def on_gpu(results: dict, ways: tuple[str, ...]) -> str:
 
 
 def times(over: dict, under: dict) -> str:
-    """One way's time over another's, and what is allowed."""
+    """Return one way's time over another's as text, and the ratio that arithmetic allows, if both rows have
+    it."""
     ratio, allowed = (number(median(one) / median(other)) if one and other else "" for one, other in (
         (over.get("ttft_ms") or over["answers_ms"], under.get("ttft_ms") or under["answers_ms"]),
         (over.get("allowed_ms"), under.get("allowed_ms"))))  # fmt: skip

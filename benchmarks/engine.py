@@ -1,13 +1,15 @@
-"""Chapters 02 and 03, each comparison interleaved in one run.
+"""Measure chapters 02 and 03; compared systems run in turn.
 
     python -m benchmarks.engine                                   all; results in benchmarks/results/
     python -m benchmarks.engine --only burst --model classroom
 
-throughput   16 requests of 32 tokens in and 32 out, at once, against chapter 01 one after another.
-host         TTFT behind a history in host memory, beside one on the device and one that is computed. The bound of the
-             restoration is its bytes over the link; that of TTFT the longer one of that and a device hit's, and a layer of the other.
-burst        30 questions about one document of 1,024 tokens at once, the device evicted before: it comes back
-             once (03) or is computed once (02).
+throughput   16 requests at once, each 32 tokens of prompt and 32 of answer, against the same in chapter 01,
+             one by one.
+host         TTFT behind a history in host memory, beside a history on the device and a computed one. The
+             bound of a restoration is its bytes over the link's bandwidth. The bound of TTFT is the longer of
+             that time and of the TTFT of a device hit, plus one layer's share of the shorter one.
+burst        30 questions at once about one document of 1,024 tokens that the device has evicted: it is
+             restored once (03) or computed once (02).
 """
 
 import random
@@ -26,13 +28,15 @@ QUESTION, DOCUMENT, CROWD = 32, 1024, 30  # tokens, tokens, requests
 
 
 def engine_of(model, tokens: int, restoring: bool = True):
-    """With room for `tokens`, and twice as much on the host, from where all that is found comes back."""
+    """Return an engine with room for `tokens` on the device. With `restoring` it has chapter 03's host memory
+    for twice as many, and restores every hit."""
     blocks = -(-tokens // 16)
     cache = offload.HostCache(2 * blocks, hardware.bandwidth(model)) if restoring else None
     return planned.engine_of(model, blocks, cache, always=True)
 
 
 def throughput(model, arguments):
+    """Yield one row: tokens per second of chapters 01 and 02."""
     engines = {"01": paged.baseline.Engine(model), "02": engine_of(model, 16 * 64, restoring=False)}
     rng = random.Random(0)
 
@@ -49,6 +53,7 @@ def throughput(model, arguments):
 
 
 def host(model, arguments):
+    """Yield a row for each length of history: TTFT of a host hit, a device hit, and computing."""
     rng = random.Random(0)
     for length in HISTORIES:
         engine, history = engine_of(model, 3 * 2048), draw(rng, model, length)
@@ -57,7 +62,7 @@ def host(model, arguments):
 
         def hit(evict: str, engine=engine, history=history) -> Request:
             lesson.wait_until_idle(engine)
-            time.sleep(0.2)  # as a request that comes after a pause
+            time.sleep(0.2)  # as if the request came after a pause
             return lesson.ask(engine, history + draw(rng, model, QUESTION), 1, evict)
 
         def computed(engine=engine, length=length) -> Request:
@@ -82,6 +87,7 @@ def host(model, arguments):
 
 
 def burst(model, arguments):
+    """Yield a row for chapters 02 and 03: mean TTFT of a crowd that asks about one evicted document."""
     rng, room = random.Random(0), 2 * (DOCUMENT + CROWD * 2 * QUESTION)
     for chapter in ("02", "03"):
         engine, document = engine_of(model, room, restoring=chapter == "03"), draw(rng, model, DOCUMENT)
@@ -118,13 +124,13 @@ def report(found: list[dict]) -> str:
     return tables.paragraphs(
         *many,
         tables.table(
-            "**30 questions at once about one document** of 1,024 tokens, which is computed (02) or restored (03) once: mean "
-            "TTFT over the sum of that with the document on the device and that of one question.",
+            "**30 questions at once about one document** of 1,024 tokens, which 02 computes and 03 restores once: their mean TTFT "
+            "over the sum of their mean TTFT with the document on the device and the TTFT of one question alone.",
             {"chapter": "{chapter}", **tables.across(burst, {"": "{ratio:spread}"})}, burst),
         tables.table(
             "**A question behind a history in host memory** (03). HCache, Figure 4: computing takes 20 to 26 times as long as a history "
-            "on the device, and K and V from host memory 6.5 to 13 times. The text behind chapter 03 has 170 ms on the device, 180 ms "
-            "in host memory and 285 ms computed; 0.1 ms for a block of the link, and 500 as computing over the copy.", {
+            "on the device, and K and V from storage 6.5 to 13 times. The text behind chapter 03 has 170 ms on the device, 180 ms in "
+            "host memory and 285 ms computed; a copy of 0.1 ms for each block; and computing 32 tokens takes 500 times as long as copying them.", {
             "model, history": "{model}, {history:,}", "restored": "{bytes_restored:MB}", "link, GB/s": "{link_gbps:.3f}",
             "TTFT": "{ttft_ms:ms}", "on the device": "{device_hit_ms:ms}",
             "computed": "{computed_ms:ms}", "TTFT / computed": "{over_computing:spread}", "TTFT / on the device": "{over_device:spread}",

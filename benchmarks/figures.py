@@ -1,4 +1,4 @@
-"""Lanes of single requests, and chapter 06's grid, drawn from what benchmarks have found. Needs matplotlib (requirements-dev.txt).
+"""Draw the lanes of single requests, and chapter 06's grid. Needs matplotlib (requirements-dev.txt).
 
     python -m benchmarks.figures            benchmarks/results -> docs/figures
 """
@@ -15,7 +15,7 @@ STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "
          "svg.hashsalt": "0"}  # fmt: skip
 
 
-LANES = {  # of a timeline, from the top -> what it is called, and its color
+LANES = {  # a timeline's lanes, from the top -> label and color
     "storage": ("storage", "#a3201b"), "load": ("link", "#b3500f"), "compute": ("processor", "#1f5fbf"),
     "save": ("link, out", "#1c7c3c"), "sort": ("a thread sorts", "#a3201b")}  # fmt: skip
 ANSWERS = {"02": "02: computed again", "03": "03: K and V", "04": "04: hidden states", "05": "05: a plan, {plan}",
@@ -24,8 +24,9 @@ PROJECTED = "#8b5fd3"
 
 
 def lanes(axes, each: list[dict]):
-    """For each row its lanes, the link's above the processor's, until the first token; what waits is hatched. A row that takes
-    far longer than the others leaves the picture on the right."""
+    """Draw each row's lanes until its first token, the link above the processor; waiting time is hatched.
+
+    A row that takes far longer than the others is cut off at the right edge."""
     *_, second, longest = sorted([each[0]["end_ms"], *(row["end_ms"] for row in each)])
     most, place, ticks = 1.25 * min(longest, 1.5 * second), 0.0, {}
     for row in each:
@@ -33,10 +34,10 @@ def lanes(axes, each: list[dict]):
         axes.text(0, place - 0.25, row["said"], fontsize=9, fontweight="bold")
         for lane, (name, color) in LANES.items():
             spans = [(span, span["start_ms"] - begin, min(span["end_ms"] - begin, end)) for span in row["spans"] if span["lane"] == lane]
-            if not (spans := [span for span in spans if -1 < span[1] < end]):  # none that began before
+            if not (spans := [span for span in spans if -1 < span[1] < end]):  # leave out spans that began earlier
                 continue
             axes.broken_barh([(0, end)], (place, 0.8), facecolor="white", edgecolor="#b9c0ca", hatch="////", linewidth=0.5)
-            for span, start, stop in sorted(spans, key=lambda one: one[1] - one[2]):  # what lies within another is above it
+            for span, start, stop in sorted(spans, key=lambda one: one[1] - one[2]):  # draw long spans first, so that spans inside them stay visible
                 kind = PROJECTED if lane == "compute" and span["label"].startswith("layer") else color
                 axes.broken_barh([(start, stop - start)], (place, 0.8), facecolor=kind, edgecolor="white", linewidth=0.4)
             ticks[place + 0.4] = name
@@ -51,18 +52,20 @@ def lanes(axes, each: list[dict]):
 
 
 def asked(found: list[dict], chapters=tuple(ANSWERS)) -> dict[str, list[dict]]:
+    """Return one panel: the rows of part `lanes` of these chapters, each drawn in its median round."""
     each = [row for row in rows(found, "lanes") if row["chapter"] in chapters]
-    spread = " ({min:.0f} to {max:.0f})".format_map  # of the rounds; the one that is drawn is in their middle
+    spread = " ({min:.0f} to {max:.0f})".format_map  # of TTFT over the rounds
     return {"": [dict(row, said=ANSWERS[row["chapter"]].format_map(row), end_ms=median(row["ttft_ms"]), spread=spread(row["ttft_ms"])) for row in each]}
 
 
 def prefetched(found: list[dict]) -> dict[str, list[dict]]:
+    """Return one panel: the last round under two prefetch policies of chapter 07."""
     each = [row for row in rows(found, "policies", model="random:long", r=1, guard=False) if "lanes" in row]
     return {"": [dict(one, said=way, end_ms=one["ttft_ms"]) for row in each[-1:] for way, one in row["lanes"].items()]}
 
 
 def saved(found: list[dict]) -> dict[str, list[dict]]:
-    """The last three transfers of states, and the steps beside them."""
+    """Return one panel: the last three transfers of hidden states, and the steps that run beside them."""
     for row in (each := rows(found, "saving")):
         begin, *_, last = [span for span in row["spans"] if span["lane"] == "save"][-3:]
         begin_ms = begin["start_ms"] - 2 * row["tbt_ms"]
@@ -71,11 +74,13 @@ def saved(found: list[dict]) -> dict[str, list[dict]]:
 
 
 def by_model(found: list[dict]) -> dict[str, list[dict]]:
+    """Return a panel for each model: the rows of chapter 06's grid behind 1,024 tokens."""
     every = rows(found, "grid", history_tokens=1024)
     return {model: [row for row in every if row["model"] == model] for model in dict.fromkeys(row["model"] for row in every)}
 
 
 def both_ends(axes, each: list[dict]):
+    """Draw TTFT over the bound against loading / computing, for computing, loading and both."""
     cells = {row["r"]: row for row in each if row["share"] == 1.0}
     for way, colour in dict(compute="#707070", load="#0072B2", both="#E69F00").items():
         over = [median(cells[ratio]["ttft_ms"][way]) / cells[ratio]["bound_ms"] for ratio in sorted(cells)]
@@ -86,8 +91,8 @@ def both_ends(axes, each: list[dict]):
     axes.legend(fontsize=8, frameon=False)
 
 
-PICTURES = {  # of which benchmark; its title; what it has found -> the panels, title -> rows; what draws one
-    "lanes": ("planned", "One question behind 1,024 tokens that the device has lost", asked, lanes),
+PICTURES = {  # file -> benchmark, title, (results) -> panels by title, (axes, rows): draws one panel
+    "lanes": ("planned", "One question behind 1,024 tokens that the device has evicted", asked, lanes),
     "03_lanes": ("planned", "03: layer by layer, the question behind it", partial(asked, chapters=("02", "03")), lanes),
     "04_lanes": ("planned", "04: half of the bytes, and a projection of each layer", partial(asked, chapters=("03", "04")), lanes),
     "04_saving": ("planned", "04: sixteen decode, and their states leave", saved, lanes),
@@ -100,7 +105,7 @@ PICTURES = {  # of which benchmark; its title; what it has found -> the panels, 
 
 
 def drawn(results: list[dict], title: str, panels, draw):
-    """-> a figure with a panel for each of panels(results), if there are any."""
+    """Return a figure with one panel for each entry of panels(results); None if all are empty."""
     import matplotlib.pyplot as plot
 
     if not any((each := panels(results)).values()):

@@ -1,16 +1,20 @@
-"""Chapter 08: what the context of a large batch is kept as, with the weights in host memory; all policies in turn.
+"""Compare chapter 08's policies for the context of a large batch, with the weights in host memory, in turn.
 
     python -m benchmarks.hybrid_blocks                              all; results in benchmarks/results/
     python -m benchmarks.hybrid_blocks --only grid --model random:small --f 1.25 --batch 64 --context 1024
 
-grid        decode steps behind contexts that were filled in. The modelled link is given as f, all weights and all K and V
-            over it, over rebuilding everything and the rest of the layers; a GPU's is as it is. The device has room for half
-            of the layers beside two that come and go. `allowed` is what the costs of these steps let hybrid win.
-lengths     the same of contexts of all lengths, in about four mini-batches: Table III (prompts of 1,920 there) is act-only, 1:1, paper.
+grid        decode steps; the contexts are filled in without a prefill. f sets the speed of the modelled link:
+            the time of all weights and all K and V over the link, divided by the time to rebuild all K and V
+            and compute the rest. A GPU's link is real. The device has room for half of the layers, beside two
+            places for layers that come and go. `allowed` is the gain of hybrid by the planner's estimate,
+            with the costs of these steps.
+lengths     the same for contexts of mixed lengths, in about four mini-batches: act-only, 1:1 and paper are
+            the columns of Table III (there all prompts have 1,920 tokens).
 whole       a batch from its prompts to its last token, as in the paper's Figure 8.
 
-All on one code path: `kv-only` stands for FlexGen, `naive` for DeepSpeed-Inference, `act-only` for CAPTURE-Act-Cache, `1:1` for
-its hybrid before Algorithm 1, `paper` for all of it. The first three use the device's memory as it serves them best.
+All policies run on one code path: `kv-only` stands for FlexGen, `naive` for DeepSpeed-Inference, `act-only`
+for CAPTURE-Act-Cache, `1:1` for CAPTURE's hybrid without Algorithm 1, and `paper` for all of CAPTURE.
+`kv-only`, `naive` and `act-only` use the device's memory in the way that serves them best.
 """
 
 import importlib
@@ -29,13 +33,16 @@ from shell import charts, hardware, lesson, modelled_link
 
 hybrid = importlib.import_module("08_hybrid_blocks")
 FACTORS, BATCHES, CONTEXTS = [1.0, 1.25, 2.0], [16], [128, 384]
-OTHERS = "paper's plan", "1:1", "naive"  # the first is with our mini-batches
-GROUPS = 4  # in which `naive` divides a batch; the paper does not say how small DeepSpeed's batches are
+OTHERS = "paper's plan", "1:1", "naive"  # the first: the paper's division of memory, with our mini-batches
+GROUPS = 4  # parts into which `naive` divides a batch; the paper does not say how small DeepSpeed's batches are
 
 
 def planner_for(f: float, model, contexts: list[int]):
-    """-> a Planner for such decode steps, the modelled link's bandwidth, and f: weights and all K and V take `f` times
-    as long as computing with ACT blocks alone. With a GPU the link is as it is: no bandwidth, and the f that it has."""
+    """Measure the costs of decode steps behind `contexts` (tokens of each request).
+
+    Returns: a Planner with these costs; the bandwidth of a modelled link over which all weights and all K and
+    V take `f` times as long as computing with ACT blocks alone; and f. With a GPU, whose link is real, the
+    bandwidth is None, and f is that of its link."""
     blocks, costs = sum(context // 16 + 3 for context in contexts), hybrid.Costs(1e9, 0.0, 0.0)
     layers, sizes = len(model.layers), hybrid.sizes_of(model, 16)
     planner = hybrid.Planner("act-only", costs, sizes, layers, blocks, (2 + layers // 2) * sizes.weights)
@@ -44,13 +51,14 @@ def planner_for(f: float, model, contexts: list[int]):
     bandwidth = modelled(model, 1.0) and modelled_link.Bandwidth(even / f)
     speed = hardware.connect("load", Clock(model.device), bandwidth).speed()
     planner = planner._replace(costs=planner.costs._replace(speed=speed))
-    for policy in ("act-only", "hybrid", "hybrid"):  # rebuilding some blocks costs more than their share of all
+    for policy in ("act-only", "hybrid", "hybrid"):  # rebuilding a part of the blocks costs more than its share of rebuilding all
         planner = hybrid.measure(planner._replace(policy=policy), model, bandwidth, contexts)
     return planner, bandwidth, f if bandwidth else even / speed
 
 
 def one_step(engine) -> dict:
-    """Of a decode step: seconds, bytes over the link by kind, shares of the time that each lane was busy."""
+    """Run one decode step. Returns: its seconds, bytes over the link by kind, the busy share of each lane,
+    and its costs."""
     seconds, timeline = hybrid.one_step(engine)
     moved = dict(weights=0, kv=0, act=0, store=0)
     for transfer in engine.runner.transfers:
@@ -62,7 +70,8 @@ def one_step(engine) -> dict:
 # 1. Opponents -----------------------------------------------------------------------------------------------
 
 class Naive(hybrid.HybridRunner):
-    """A part of the batch at a time passes through all layers, and for each part all weights come again."""
+    """A runner without mini-batches: each part of the batch passes through all layers alone and fetches all
+    weights."""
 
     def step(self, work: list) -> tuple:
         size = -(-len(work) // GROUPS)
@@ -71,8 +80,9 @@ class Naive(hybrid.HybridRunner):
 
 
 def in_halves(planner, model, bandwidth):
-    """-> a runner whose host has as many bytes of ACT as of KV blocks in use, two for one, the ACT blocks filled first;
-    the device's are ACT blocks, as in the paper."""
+    """Return a runner with as many bytes of ACT as of KV blocks in use on the host: two blocks for one.
+
+    ACT blocks are filled first. The device holds ACT blocks only, as in the paper."""
     on_device = planner.paper_plan().act_device
     acts = round(2 / 3 * max(0.0, planner.fill * planner.blocks - on_device))
     runner = hybrid.HybridRunner(model, hybrid.Plan(0, planner.blocks - on_device - acts, acts, 0, on_device), bandwidth)
@@ -82,7 +92,7 @@ def in_halves(planner, model, bandwidth):
 
 
 def runners_of(planner, model, bandwidth, *others: str) -> dict:
-    """-> of each policy, and of the others, a runner."""
+    """Return name -> runner, for each policy of chapter 08 and for the named opponents."""
     made = {policy: hybrid.make_runner(planner._replace(policy=policy), model, bandwidth) for policy in hybrid.POLICIES}
     ways = {"paper's plan": partial(hybrid.HybridRunner, model, made["paper"].plan, bandwidth),
             "1:1": partial(in_halves, planner, model, bandwidth),
@@ -91,7 +101,8 @@ def runners_of(planner, model, bandwidth, *others: str) -> dict:
 
 
 def bounds(planner, runners: dict, costs: dict) -> dict[str, float]:
-    """-> the estimated seconds of each policy's decode step, with the costs of steps that were formed in one way."""
+    """Estimate the seconds of a decode step of each policy, with the median costs of the steps of hybrid,
+    kv-only and act-only, which form mini-batches alike."""
     planner = planner.with_samples([cost for policy in hybrid.POLICIES[:3] for cost in costs[policy]])
     return {policy: planner.seconds(runners[policy].plan) for policy in hybrid.POLICIES}
 
@@ -99,7 +110,8 @@ def bounds(planner, runners: dict, costs: dict) -> dict[str, float]:
 # 2. Decode steps --------------------------------------------------------------------------------------------
 
 def cell(model, f: float, contexts: list[int], parts: int, rounds: int) -> dict:
-    """Decode under each policy in turn, with buffers for one of so many parts of the contexts."""
+    """Measure decode steps of all policies in turn. Buffers hold one of `parts` parts of the contexts.
+    Returns: the row."""
     planner, bandwidth, f = planner_for(f, model, contexts)
     runners = runners_of(planner, model, bandwidth, *(() if f in FACTORS[::2] else OTHERS))
     engines = {name: hybrid.decode_engine(runner, contexts) for name, runner in runners.items()}
@@ -115,7 +127,7 @@ def cell(model, f: float, contexts: list[int], parts: int, rounds: int) -> dict:
             tokens_per_second=spread([len(contexts) / each for each in seconds[name]]), plan=runners[name].plan._asdict(),
             mini_batches=len(runners[name].last), bytes=step["bytes"], busy=step["busy"],
             over=ratio(seconds[name], seconds["hybrid"]), over_act_only=ratio(seconds["act-only"], seconds[name]))  # fmt: skip
-    context = {name: row["bytes"]["kv"] + row["bytes"]["act"] for name, row in rows.items()}  # bytes
+    context = {name: row["bytes"]["kv"] + row["bytes"]["act"] for name, row in rows.items()}  # bytes of context over the link
     for name, row in rows.items():
         row["traffic"] = context[name] / max(1, context["hybrid"])
         row |= {"allowed": least[name] / least["hybrid"]} if name in least else {}
@@ -126,12 +138,14 @@ def cell(model, f: float, contexts: list[int], parts: int, rounds: int) -> dict:
 
 
 def grid(model, arguments):
+    """Yield a row for each f, batch size and context."""
     factors = arguments.f if modelled(model, 1.0) else [None]
     for f, batch, context in itertools.product(factors, arguments.batch, arguments.context):
         yield cell(model, f, batch * [context], 1, arguments.rounds)
 
 
 def lengths(model, arguments, batch: int = 32, longest: int = 384, f: float = 1.25):
+    """Yield one row: contexts of random lengths up to `longest` tokens."""
     drawn = partial(random.Random(0).randrange, longest // 16, longest)
     yield cell(model, f, [drawn() for _ in range(batch)], 3, arguments.rounds)
 
@@ -139,7 +153,8 @@ def lengths(model, arguments, batch: int = 32, longest: int = 384, f: float = 1.
 # 3. Whole answers --------------------------------------------------------------------------------------
 
 def answer(engine, prompts: list[list[int]], new: int) -> dict:
-    """Of a batch: seconds, the share of them until all have their first token, and the answers."""
+    """Answer a batch. Returns: its seconds, the share of them until every request has its first token, the
+    answers, and the costs of its last step."""
     began = time.perf_counter()
     requests = engine.generate([Request(prompt, new) for prompt in prompts])
     seconds = time.perf_counter() - began
@@ -148,7 +163,10 @@ def answer(engine, prompts: list[list[int]], new: int) -> dict:
 
 
 def whole(model, arguments, batch: int = 16, context: int = 128, new: int = 12, f: float = 1.25):
-    """`allowed`: with the least prefill of all, since they compute the same in it, and as many steps."""
+    """Yield a row for each policy: throughput over prefill and decode.
+
+    `allowed` adds the estimated decode steps to the shortest prefill of all policies, since all compute the
+    same in it."""
     planner, bandwidth, f = planner_for(f, model, batch * [context + new // 2])
     runners = runners_of(planner, model, bandwidth, "naive")
     engines = {name: hybrid.paged.Engine(runner, None, batch * context, batch) for name, runner in runners.items()}
@@ -184,24 +202,24 @@ def report(found: list[dict]) -> str:
     for row in tables.grouped([row for row in every if "naive" in row["policies"]], ("model", "cell"), "factor"):
         each += [dict(row, policy=name, **one) for name, one in row["policies"].items()]
     return tables.paragraphs(
-        tables.table("**hybrid's throughput over that of other policies**, and what the costs of these steps allow:", {
+        tables.table("**Throughput of hybrid over that of other policies**, and the gain that the costs of these steps allow:", {
             "model, batch x context": "{model}, {cell}",
             **tables.across(gains, {
                 "`kv-only`": "{policies[kv-only][over]:spread} of {policies[kv-only][allowed]:n}",
                 "`act-only`": "{policies[act-only][over]:spread} of {policies[act-only][allowed]:n}"}),
         }, gains),
-        f"It is {tables.between(row['of_bound']['median'] for row in every)} of the bound, and was behind "
+        f"Hybrid reaches {tables.between(row['of_bound']['median'] for row in every)} of its bound, and was slower than "
         f"{tables.listed(behind) if behind else 'nothing'}." if every else "",
         tables.table("**Both lanes**, {factor}:", {
             "contexts": "{cell}", "policy": "{policy}", "mini-batches": "{mini_batches}", "tokens/s": "{tokens_per_second:n}",
-            "over act-only": "{over_act_only:n}", "hybrid's over it": "{over:spread}",
-            "weights, KV, ACT come": "{bytes[weights]:MB}, {bytes[kv]:MB}, {bytes[act]:MB}",
-            "KV and ACT over hybrid's": "{traffic:n}", "busy: link, processor": "{busy[load]:%}, {busy[compute]:%}",
+            "over act-only": "{over_act_only:n}", "hybrid over it": "{over:spread}",
+            "bytes of weights, KV, ACT": "{bytes[weights]:MB}, {bytes[kv]:MB}, {bytes[act]:MB}",
+            "KV and ACT over those of hybrid": "{traffic:n}", "busy: link, processor": "{busy[load]:%}, {busy[compute]:%}",
         }, each),
         tables.table(
-            "**Prefill and decode** ({model}, {batch} prompts of {context} tokens, {new} new ones each, f = {f:g}):", {
+            "**Prefill and decode** ({model}, {batch} prompts of {context} tokens, {new} new tokens each, f = {f:g}):", {
                 "policy": "{policy}", "tokens/s": "{tokens_per_second:spread}", "prefill, s": "{prefill_seconds:spread}",
-                "hybrid's over it": "{over:spread}", "allowed": "{allowed:n}",
+                "hybrid over it": "{over:spread}", "allowed": "{allowed:n}",
             }, tables.rows(found, "whole")))  # fmt: skip
 
 

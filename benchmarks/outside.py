@@ -1,11 +1,11 @@
-"""Chapters 02 to 07 as a user sees them: servers under load.
+"""Measure servers of chapters 02 to 05 under load, over HTTP.
 
     python -m benchmarks.outside                                   results in benchmarks/results/
 
-sessions        sixteen sessions at once (HCache, Figure 9), each system a server of its own that clients ask over HTTP.
-                The device loses a session's KV cache before each round, except in 02, which keeps it: the ideal. Rounds
-                arrive as a Poisson process, whose rate rises until TTFT diverges; each system plays the same rounds in
-                turn, in three runs. TTFT counts from the moment when a round was due.
+sessions        sixteen sessions at once (HCache, Figure 9). Each system is a server of its own, and clients
+                ask it over HTTP. The device loses its cached blocks before each round, except in 02, the
+                ideal. Rounds arrive as a Poisson process, and its rate rises until TTFT diverges. All systems
+                play the same rounds in turn, in three runs. TTFT counts from the moment when a round was due.
 """
 
 import http.client
@@ -27,11 +27,12 @@ from benchmarks.measure import draw, ratio
 from benchmarks.planned import CHAPTERS, QUESTION
 from shell import handle_signals
 
-SESSIONS, RUNS, ROUNDS, BEGINS, ANSWER = 16, 3, 24, 800, 8  # at once; rounds of all at one rate; tokens of a history, an answer
+SESSIONS, RUNS, ROUNDS, BEGINS, ANSWER = 16, 3, 24, 800, 8  # ROUNDS: of all sessions in a run; tokens of a first history, an answer
 RATES, DIVERGED = [2.0 * 1.6**step for step in range(6)], 4.0  # rounds a second; median TTFT over that at the lowest rate
 
 
 def percentiles(samples: list[float], *shares: int) -> dict:
+    """Return {"p50": ..., "samples": samples} with the given percentiles."""
     values = numpy.percentile(samples, shares)
     return {f"p{share}": float(value) for share, value in zip(shares, values)} | dict(samples=samples)
 
@@ -39,7 +40,8 @@ def percentiles(samples: list[float], *shares: int) -> dict:
 # 1. Under load, over HTTP -----------------------------------------------------------------------------------
 
 class Service:
-    """A chapter's server, in a process of its own, with room for all sessions on the device and in host memory."""
+    """One chapter's server, in a process of its own, with room for all sessions on the device and in host
+    memory."""
 
     def __init__(self, system: str, model: str, blocks: int):
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -52,7 +54,7 @@ class Service:
                                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def wait(self):
-        """Wait until it answers."""
+        """Wait until the server answers. Raises RuntimeError if its process has ended."""
         while True:
             try:
                 with self.opened("GET", "/health"):
@@ -67,7 +69,8 @@ class Service:
         self.process.wait()
 
     def opened(self, method: str, path: str, **fields):
-        """Return the response to a request. Raises OSError, also where the server refuses."""
+        """Send a request with a JSON body. Returns: the open response. Raises OSError, also if the server
+        refuses."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         connection.request(method, path, json.dumps(fields), {"Content-Type": "application/json"})
         response = connection.getresponse()
@@ -76,7 +79,8 @@ class Service:
         return response
 
     def ask(self, prompt: list[int], due: float) -> dict:
-        """Answer one round, which was due at `due` (time.perf_counter())."""
+        """Ask one round that was due at `due` (seconds of time.perf_counter()). Returns: TTFT and TBT in ms,
+        the new tokens, and the tokens restored from host memory."""
         if self.system != "02":
             self.opened("POST", "/evict", tier="device").read()
         with self.opened("POST", "/generate", prompt=prompt, max_tokens=ANSWER, stream=True) as response:
@@ -92,8 +96,10 @@ class Service:
 
 
 def play(service: Service, texts: list[list[int]], rounds: list[tuple[float, int, list[int]]]) -> list[dict]:
-    """Ask `rounds` (seconds until it is due, session, what is said), each session on a thread of its own, where a round
-    waits for the one before. Returns what `Service.ask` does, in their order."""
+    """Play rounds, each session on a thread of its own; a round waits for its session's previous one.
+
+    `texts`: the first history of each session. `rounds`: (seconds from the start until it is due, session,
+    new tokens). Returns: the results of `Service.ask`, in the order of `rounds`."""
     began, answered = time.perf_counter() + 0.05, {}
 
     def session(number: int):
@@ -111,7 +117,7 @@ def play(service: Service, texts: list[list[int]], rounds: list[tuple[float, int
 
 
 def arrivals(rng, model, rate: float) -> list[tuple[float, int, list[int]]]:
-    """Draw rounds that arrive at random, so many a second; the sessions come one after the other, in any order."""
+    """Draw ROUNDS rounds of a Poisson process, `rate` a second. The sessions take turns in random order."""
     order = [number for _ in range(-(-ROUNDS // SESSIONS)) for number in rng.sample(range(SESSIONS), SESSIONS)][:ROUNDS]
     after, rounds = 0.0, []
     for number in order:
@@ -121,6 +127,7 @@ def arrivals(rng, model, rate: float) -> list[tuple[float, int, list[int]]]:
 
 
 def sessions(model, arguments):
+    """Yield a row for each rate and each system that has sustained all lower rates."""
     rng, name = random.Random(0), arguments.name
     texts = [draw(rng, model, BEGINS) for _ in range(SESSIONS)]
     blocks = SESSIONS * -(-(BEGINS + 2 * -(-ROUNDS // SESSIONS) * (QUESTION + ANSWER)) // 16)
@@ -132,7 +139,7 @@ def sessions(model, arguments):
             service.wait()
             for text in texts:
                 service.ask(text, time.perf_counter())
-        base, left = {}, dict.fromkeys(services, True)  # system -> median TTFT of each run at the lowest rate; sustains it
+        base, left = {}, dict.fromkeys(services, True)  # base: system -> median TTFT at the lowest rate; left: system -> not diverged yet
         for rate in RATES:
             taken = {system: [] for system, sustains in left.items() if sustains}
             for _ in range(RUNS):
@@ -155,7 +162,8 @@ def sessions(model, arguments):
 
 
 def against(runs: list[list[dict]], taken: dict) -> dict:
-    """Compare p50 and p90 of TTFT, and the mean TBT, with those of 03 and 02 in the same run, while these sustain it."""
+    """Compare p50 and p90 of TTFT with 03, and the mean TBT with 02, run by run, as long as these play this
+    rate."""
     def percentile(runs: list, share: int) -> list[float]:
         return [float(numpy.percentile([one["ttft_ms"] for one in run], share)) for run in runs]
 
@@ -171,8 +179,10 @@ def against(runs: list[list[dict]], taken: dict) -> dict:
 # 2. The tables and main --------------------------------------------------------------------------------------
 
 def sustained(rows: list[dict]) -> dict[str, float]:
-    """Return the rounds a second at which the median TTFT of each system is DIVERGED times that at the lowest rate, between
-    two measured rates on a logarithmic scale; the highest measured rate where it never was."""
+    """Return for each system the rounds a second at which its TTFT diverges.
+
+    There its median TTFT is DIVERGED times that at the lowest rate. The rate is interpolated between two measured rates on logarithmic scales. A system that never diverged has its
+    highest measured rate."""
     found = {}
     for system in dict.fromkeys(row["system"] for row in rows):
         each = [(row["rate"], tables.median(row["over_lowest_rate"])) for row in rows if row["system"] == system]
@@ -189,18 +199,18 @@ def report(found: list[dict]) -> str:
         row["over"] = f"{row['rate']:.1f} a second"
     return tables.paragraphs(
         tables.table(
-            "**Sixteen sessions at once, over HTTP** (HCache, Figure 9; {model}): TTFT p50 and p90, p50 over 03's in the same run, and "
-            "TBT p50, by rounds a second.", {
+            "**Sixteen sessions at once, over HTTP** (HCache, Figure 9; {model}): TTFT p50 and p90, p50 over that of 03 in the same "
+            "run, and p50 of TBT, by rounds a second.", {
                 "system": "{system}",
                 **tables.across(tables.grouped(sessions, ("system", "model"), "over"), {
                     "": "{ttft_ms[p50]:ms}, {ttft_ms[p90]:ms}; {p50_over_03:n}; {tbt_ms[p50]:ms}"}),
             }, tables.grouped(sessions, ("system", "model"), "over")),
-        f"The median TTFT is {DIVERGED:g} times that at the lowest rate from these rounds a second on: {tables.listed(rates)}." if rates else "")
+        f"The median TTFT reaches {DIVERGED:g} times that at the lowest rate at these rounds a second: {tables.listed(rates)}." if rates else "")
 
 
 PARTS = {"sessions": (sessions, ["random:long"])}
 
 
 if __name__ == "__main__":
-    handle_signals(signal.SIGTERM)  # the servers end with this process
+    handle_signals(signal.SIGTERM)  # so that `kill` ends the servers as well
     measure.run("outside", PARTS, report, measure.parser(__doc__, PARTS).parse_args())

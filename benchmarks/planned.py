@@ -1,12 +1,14 @@
-"""Chapters 03, 04 and 05 on one model, one link and one clock, in turn.
+"""Compare chapters 03, 04 and 05 on one model and one link, in turn.
 
     python -m benchmarks.planned                                   all; results in benchmarks/results/
     python -m benchmarks.planned --model random:long --histories 1024
 
-TTFT of a question of 32 tokens behind a history that has left the device, over three modelled links: a layer's states take
-twice as long to transfer as to project, as long, and half as long; with a GPU, over its own. Chapter 02 computes the history, in
-turn with those that restore it. The row has what was restored, the plan and its bound. `at_once`: eight and sixteen histories come
-back at the same time. `lanes` and `saving` are for pictures: which lane was busy when.
+ttft       TTFT of a question of 32 tokens behind a history that the device has evicted, over three modelled
+           links: a layer's hidden states take twice as long to transfer as to project, as long, and half as
+           long. A GPU has its own link. Chapter 02 computes the history, in turn with the chapters that
+           restore it. A row has the restored tokens and bytes, the plan, and its bound.
+at_once    eight and sixteen requests at once, each behind a history of its own.
+lanes, saving    for pictures: the spans in which each lane was busy.
 """
 
 import gc
@@ -30,24 +32,27 @@ from shell import lesson, modelled_link
 CHAPTERS = "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free", "06_bidirectional"
 paged, offload, hidden_states, planned, both_ends = map(importlib.import_module, CHAPTERS)
 HISTORIES = {"classroom": [512, 1024, 1900], "random:long": [1024, 1984]}  # tokens; of others 1,024
-LINKS, QUESTION = lesson.LINKS, lesson.ASKED  # words -> how long states travel over their projection; tokens
+LINKS, QUESTION = lesson.LINKS, lesson.ASKED  # LINKS: name -> transfer time of hidden states over projection time; QUESTION: tokens
 
 
 def links_of(model) -> dict[str, float]:
-    """-> the links to measure over: words -> how many projections a transfer takes there, if the link is modelled."""
+    """Return the links to measure: name -> transfer time of hidden states over projection time. With a GPU,
+    its one link."""
     return LINKS if modelled(model, 1.0) else {AS_IT_IS: 1.0}
 
 
-# 1. Asking behind one history, and what was restored --------------------------------------------------------
+# 1. Asking behind one history, and counting restored tokens --------------------------------------------------------
 
 def engine_of(model, blocks: int, cache=None, always: bool = False):
-    """Chapter 02's engine over a Cache. `always`: whatever is offered is restored, however fast computing is."""
+    """Return chapter 02's engine over a Cache. `always`: restore every match, even if computing is faster."""
     return paged.Engine(paged.Runner(model, blocks), cache and Restorer(cache, Estimates(always=always)))
 
 
 @contextmanager
 def engines_of(model, caches: dict, tokens: int):
-    """An engine for each Cache. Of a history of so many tokens two fit: one may still be leaving."""
+    """Context manager: yield an engine for each Cache, name -> engine, and close them at the end.
+
+    Each has room for two histories of `tokens` tokens, since one may still be being copied out."""
     engines = {name: engine_of(model, tokens // 8 + 32, cache, always=True) for name, cache in caches.items()}
     yield engines
     for engine in engines.values():
@@ -55,16 +60,18 @@ def engines_of(model, caches: dict, tokens: int):
 
 
 def keep(engine, history: list[int]) -> float:
-    """Compute a history, and keep all of it however slow the link is. Returns TTFT in ms."""
+    """Compute a history and save all of it, over a link that is fast for this purpose. Returns: TTFT in
+    ms."""
     link = engine.lower_tier.cache.save_link
     measure.change_speed(engine, link, link, modelled_link.Bandwidth(1e15))
     return lesson.ask(engine, history).outcome.ttft_ms
 
 
 def once(engine, prompt: list[int]) -> dict:
-    """Ask when the device has lost all -> what was restored."""
+    """Ask after the device has evicted everything. Returns: TTFT in ms, new tokens, spans, and restored
+    tokens and bytes."""
     lesson.wait_until_idle(engine, "device")
-    time.sleep(0.02)  # as a request that comes after a pause
+    time.sleep(0.02)  # as if the request came after a pause
     before = engine.counts["bytes_in"]
     request = lesson.ask(engine, prompt)
     return dict(ttft_ms=request.outcome.ttft_ms, new=request.new, spans=request.timeline.as_json(),
@@ -73,8 +80,9 @@ def once(engine, prompt: list[int]) -> dict:
 
 
 def compare(engines: dict, history: list[int], rounds: int, rng, base: str) -> dict:
-    """Ask all engines in turn, in each round the same question behind the same history: "02" computes it, the others
-    have kept it. Returns name -> figures, and how many times as long TTFT was as that of `base` in the same round."""
+    """Ask all engines in turn, in each round the same question behind the same history. "02" computes the
+    history; the others have saved it. Returns: name -> figures, among them TTFT over that of `base` in the
+    same round."""
     model = next(iter(engines.values())).model
     question, ways = partial(draw, rng, model, QUESTION), {name: {} for name in engines}
     for name, engine in engines.items():
@@ -91,14 +99,14 @@ def compare(engines: dict, history: list[int], rounds: int, rng, base: str) -> d
 
 
 def even_speed(model) -> float:
-    """Bytes per second at which a layer's states travel as long as they are projected."""
+    """Return the bytes per second at which a layer's hidden states take as long to transfer as to project."""
     machine = machine_of(model)
     return model.config.hidden_size * model.dtype.itemsize * machine.fastest / machine.projecting
 
 
 def planned_engine(model, tokens: int, share: float):
-    """Chapter 05 over a link on which a layer's states take `share` times as long to transfer as to project
-    -> its engine, and the costs."""
+    """Make chapter 05's engine over a link on which a layer's hidden states take `share` times as long to
+    transfer as to project. Returns: the engine, and its LayerCosts behind `tokens` tokens."""
     cache = planned.PlannedCache(tokens // 8 + 64, modelled(model, even_speed(model) / share))
     engine = engine_of(model, tokens // 8 + 32, cache, always=True)
     return engine, cache.costs(0, tokens)
@@ -107,16 +115,19 @@ def planned_engine(model, tokens: int, share: float):
 # 2. Over three links ----------------------------------------------------------------------------------------
 
 def behind_histories(model, arguments):
+    """Yield a row for each length of history and each link."""
     rng, histories = random.Random(0), arguments.histories or HISTORIES.get(Path(arguments.name).name, [1024])
     links = [*links_of(model).items()]
     if Path(arguments.name).name == measure.TRAINED:
-        links = links[-2:-1] or links  # its plan is the same over each link
+        links = links[-2:-1] or links  # the balanced link alone: its plan is the same over all three
     for tokens, (words, share) in product(histories, links):
         yield dict(history_tokens=tokens, link=words, **one_link(model, tokens, share, arguments.rounds, rng))
-        gc.collect()  # engines refer to themselves, and those of the next link take as much memory
+        gc.collect()  # engines are in reference cycles, and those of the next link need the memory
 
 
 def one_link(model, tokens: int, share: float, rounds: int, rng) -> dict:
+    """Measure 02 to 05 in turn over one link. Returns: TTFT and its ratios, restored tokens and bytes, plan
+    and bounds."""
     ours, costs = planned_engine(model, tokens, share)
     plan, speed = ours.lower_tier.cache.letters, ours.lower_tier.cache.bandwidth
     caches = {"03": offload.HostCache(tokens // 8, speed), "04": hidden_states.HiddenCache(tokens // 8 + 64, speed)}
@@ -141,20 +152,23 @@ LENGTHS = [128, 128, 256, 256, 384, 512, 512, 768]  # tokens
 
 
 def at_once(model, arguments):
+    """Yield a row for eight and for sixteen histories."""
     for lengths in (LENGTHS, 2 * LENGTHS):
         yield dict(histories=lengths, at_once=len(lengths), **answers_at_once(model, lengths, arguments.rounds))
         gc.collect()
 
 
 def answers_at_once(model, lengths: list[int], rounds: int) -> dict:
-    """Ask one question about each of several histories, all at once: so a restoration always waits for the link."""
+    """Ask one question behind each of several histories at the same time: the link always has work.
+
+    `lengths`: tokens of each history. Returns: bytes, requests per second, and the ratio of 05 over 03."""
     rng, total = random.Random(0), sum(lengths)
     histories, speed = [draw(rng, model, tokens) for tokens in lengths], even_speed(model)
     caches = {"03": offload.HostCache(total // 16 + 64, speed), "05": planned.PlannedCache(total // 8 + 128, speed)}
 
     def answered(engine, questions: list[list[int]]) -> dict:
         lesson.wait_until_idle(engine, "device")
-        before, once = engine.counts["bytes_in"], dict(offload_after=False)  # no question is found again
+        before, once = engine.counts["bytes_in"], dict(offload_after=False)  # so that questions do not fill host memory
         asked = engine.generate([Request(history + question, 1, options=once) for history, question in zip(histories, questions)])
         return dict(ms=max(measure.ttft(asked)), new=[one.new for one in asked], bytes=engine.counts["bytes_in"] - before)
 
@@ -171,11 +185,13 @@ def answers_at_once(model, lengths: list[int], rounds: int) -> dict:
         over_03=ratio(ms["03"], ms["05"]))  # fmt: skip
 
 
-# 4. Who was busy when -----------------------------------------------------------------------------------------
+# 4. Spans of the lanes, for pictures -----------------------------------------------------------------------------------------
 
 def lanes(model, arguments, tokens: int = 1024):
-    """The same question by 02 to 06, over a link on which a layer's states travel 1.2 times as long as they are projected; 06's
-    storage is as fast as computing -> of each chapter the spans of its round in the middle."""
+    """Yield a row for each of chapters 02 to 06: TTFT of one question, and the spans of its median round.
+
+    A layer's hidden states take 1.2 times as long to transfer as to project. The storage of 06 is as fast as
+    computing."""
     ours, _ = planned_engine(model, tokens, 1.2)
     rng, speed, stored = random.Random(0), ours.lower_tier.cache.bandwidth, both_ends.ModelledStorage(1e10, 1e9)
     caches = {"03": offload.HostCache(tokens // 8, speed), "04": hidden_states.HiddenCache(tokens // 8 + 64, speed),
@@ -194,7 +210,7 @@ def lanes(model, arguments, tokens: int = 1024):
 
 
 class Watched(hidden_states.HiddenCache):
-    """Notes when its thread sorts rows into blocks."""
+    """Chapter 04's Cache that records when its thread sorts rows into blocks."""
 
     def scatter(self, transfer, *rows):
         transfer.wait()
@@ -204,7 +220,8 @@ class Watched(hidden_states.HiddenCache):
 
 
 def saving(model, arguments, at_once: int = 16, tokens: int = 64):
-    """So many decode at once, and their states are kept -> the spans of one of them, and of the thread that sorts."""
+    """Yield one row: the spans of one of `at_once` decoding requests whose states are saved, and of the
+    thread that sorts."""
     rng = random.Random(0)
     with engines_of(model, {"04": Watched(32 * at_once, modelled(model, even_speed(model)))}, 256 * at_once) as engines:
         engine = engines["04"]
@@ -234,7 +251,7 @@ def report(found: list[dict]) -> str:
                 "04 / 05": "{over_04[05]:spread}", "plan": "{plan:plan}", "/ predicted": "{over_predicted:n}",
                 "/ bound": "{over_bound:n}",
             }, rows),
-        tables.table("**Many histories at once**: what comes back, and rounds a second:", {
+        tables.table("**Many histories at once**: restored bytes, and requests a second:", {
             "model": "{model}", "at once": "{at_once}", "bytes, 03": "{bytes[03]:MB}", "bytes, 05": "{bytes[05]:MB}",
             "03": "{rounds_per_second[03]:n}", "05": "{rounds_per_second[05]:n}", "05 over 03": "{over_03:spread}",
         }, tables.rows(found, "at_once")))  # fmt: skip

@@ -1,12 +1,13 @@
-"""Chapter 09: what 1 and 2 ranks load, how long it takes, and what they say to each other.
+"""Measure chapter 09 on 1 and 2 ranks: bytes over each link, TTFT, and agreements between the ranks.
 
     python -m benchmarks.ranks                                         all; results in benchmarks/results/
     python -m benchmarks.ranks --model classroom --ranks 1 2
 
-A history comes back to a device that has lost it, for a question of 16 tokens, over a link that each rank has of its
-own: without GPUs modelled, so slow that one rank takes half a second for all K and V. On a CPU the ranks share the cores,
-a thread each: with more ranks than cores computing gets slower, and only what the link does is as on so many devices. The
-bound is what the link has to carry, bytes over speed. Agreements are counted a request, and timed alone.
+The device has evicted a history, and a question of 16 tokens restores it. Each rank has a link of its own.
+Without GPUs the links are modelled, and so slow that one rank takes half a second for all K and V. On a CPU
+the ranks share the cores, one thread each: with more ranks than cores computing gets slower, and only the
+links behave as on as many devices. The bound is the time of the link, its bytes over its bandwidth.
+Agreements are counted for each request, and timed alone.
 """
 
 import argparse
@@ -27,11 +28,11 @@ from shell import ranks as processes
 from shell.modelled_link import Bandwidth
 
 ranked = importlib.import_module("09_tensor_parallel")
-HISTORY, QUESTION, SECONDS = 1024, 16, 0.5  # tokens, tokens; what one rank's link takes for all K and V
+HISTORY, QUESTION, SECONDS = 1024, 16, 0.5  # tokens, tokens; seconds of one rank's link for all K and V
 
 
 def rank(ranks, arguments) -> list[dict]:
-    """What each rank does -> rows, on rank 0."""
+    """Measure on this rank, in step with the others. Returns: the rows; rank 0 prints them."""
     torch.set_num_threads(1)
     model, *_ = ranked.load(ranks, arguments.model[0], arguments.dtype, arguments.device)
     config = model.config
@@ -68,7 +69,8 @@ def rank(ranks, arguments) -> list[dict]:
 
 
 def started(model, arguments):
-    """Start the ranks, for each number of them -> rows. They read the model themselves."""
+    """Start the processes of the ranks, for each number of ranks, and yield their rows. Each rank loads the
+    model itself."""
     rows = []
     for count in map(str, arguments.ranks):
         words = ["--model", arguments.name, "--dtype", arguments.dtype, "--device", arguments.device]
@@ -91,7 +93,7 @@ def report(found: list[dict]) -> str:
              for row in rows if row["keep"] == "kv" and row["ranks"] > 1]  # fmt: skip
     kept = tables.grouped(rows, ("keep", "ranks"), "model")
     return tables.paragraphs(
-        tables.table("**Behind 1,024 tokens:** what a rank's link carries, how long that takes, and TTFT:", {
+        tables.table("**Behind 1,024 tokens:** bytes over a rank's link, their time, and TTFT:", {
             "kept": "{keep}", "ranks": "{ranks}", "of one rank's bytes": "{share_of_one_rank:.2f}",
             "agreements, in steps": "{agreements:.0f} in {steps:.0f}",
             **tables.across(kept, {"link": "{bytes_over_link:MB}, {link_ms:ms}", "TTFT, ms": "{ttft_ms:spread}"}),
@@ -103,7 +105,7 @@ def main():
     parser = measure.parser(__doc__, PARTS, rounds=5)
     parser.set_defaults(device="cpu")
     parser.add_argument("--ranks", type=measure.count(64), nargs="+", default=[1, 2])
-    # One of the ranks, of which rank 0 prints the rows
+    # --joined: this process is one of the ranks
     parser.add_argument("--joined", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.joined:
@@ -112,7 +114,7 @@ def main():
         return ranks.rank or print(json.dumps(rows))
     device, gpus = checkpoint.pick_device(arguments.device), torch.cuda.device_count()
     if device == "cuda" and (most := max(arguments.ranks)) > gpus:
-        print(f"{most} ranks need as many GPUs, and here are {gpus}; add --device cpu for more than these.")
+        print(f"{most} ranks need as many GPUs, and this machine has {gpus}; add --device cpu to run more ranks.")
         arguments.ranks = [count for count in arguments.ranks if count <= gpus] or sys.exit(1)
     measure.run("ranks", PARTS, report, arguments)
 

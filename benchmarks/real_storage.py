@@ -1,20 +1,22 @@
-"""Chapters 04 to 07 restore a history from this machine's own disk, and chapter 07 from a Redis, in turn with computing it.
+"""Restore a history from this machine's own disk (chapters 04 to 07) and from Redis (07), beside computing it.
 
     python -m benchmarks.real_storage                              all; results in benchmarks/results/
     python -m benchmarks.real_storage --only disk
     python -m benchmarks.real_storage --model classroom --histories 1024 1900
 
-disk       GB/s of the disk: direct reads of one large file, and files that are read whole after the page cache was dropped; of
-           1 MiB and of 64 KiB, one at a time and eight at a time.
-restored   TTFT of a question of 15 tokens behind a history that only storage has, by each chapter, in chapter 07 under each
-           prefetch policy. The files are read after the page cache was dropped, and again while they are in the page cache. The
-           same code also reads modelled storage of the disk's speed. Each row has the tokens and bytes that came back, and how
-           many bytes the kernel fetched from the disk for them.
+disk       GB/s of the disk: direct reads of one large file, and reads of whole files after the page cache was
+           dropped; of 1 MiB and of 64 KiB, one at a time and eight at a time.
+restored   TTFT of a question of 15 tokens behind a history that only storage has, with each chapter, and in
+           chapter 07 with each prefetch policy. The files are read after the page cache was dropped, and
+           again while they are in the page cache. The same code also reads modelled storage that has the
+           disk's speed. Each row has the restored tokens and bytes, and the bytes that the kernel fetched
+           from the disk for them.
 
-The disk's speed is the median of eight direct reads of 1 MiB at a time. A row's bound follows from it, from the bytes of the row,
-and from the time of the same question with the history on the device. Device and host memory are the same memory here: the
-modelled link between them has 100 GB/s, so that storage is what is measured. All files lie in a temporary directory in the
-checkout. A row names its device and its file system; the benchmark refuses a file system in memory.
+The disk's speed is the median of eight direct reads of 1 MiB at a time. A row's bound follows from it, from
+the bytes of the row, and from the time of the same question with the history on the device. Device and host
+memory are the same memory here: the modelled link between them has 100 GB/s, so that storage is what is
+measured. All files lie in a temporary directory in the checkout. A row names its device and its file system;
+the benchmark refuses a file system in memory.
 """
 
 import itertools
@@ -51,7 +53,8 @@ IN_MEMORY = "tmpfs", "ramfs"
 
 @contextmanager
 def folder_on_disk():
-    """Yield a temporary directory in the checkout, and which device and file system it is on. Ends if that is memory."""
+    """Yield a temporary directory in the checkout, and which device and file system it is on. Ends if that is
+    memory."""
     (ignored := measure.RESULTS / "last").mkdir(parents=True, exist_ok=True)  # by git, if the process is killed
     with tempfile.TemporaryDirectory(prefix="real-storage-", dir=ignored) as folder:
         mounts = [line.split()[:3] for line in Path("/proc/mounts").read_text().splitlines()]
@@ -71,14 +74,16 @@ def drop(folder: Path):
 
 
 def gbps(reads: list, at_once: int) -> float:
-    """Call functions, so many at once, which read and return how many bytes -> GB/s of all together."""
+    """Call all functions, at most `at_once` at the same time. Each reads, and returns its number of bytes.
+
+    Returns: GB/s of all together."""
     began = time.perf_counter()
     with ThreadPoolExecutor(at_once) as threads:
         return sum(threads.map(lambda read: read(), reads)) / 1e9 / (time.perf_counter() - began)
 
 
 def read_direct(path: Path, size: int, at_once: int) -> float:
-    """Read a file past the page cache -> GB/s."""
+    """Read READ bytes of a file in pieces of `size` bytes, past the page cache. Returns: GB/s."""
     def read(offset: int) -> int:
         with mmap.mmap(-1, size) as buffer:  # aligned, as O_DIRECT asks
             return os.preadv(file, [buffer], offset)
@@ -90,18 +95,20 @@ def read_direct(path: Path, size: int, at_once: int) -> float:
 
 
 def read_files(folder: Path, at_once: int) -> float:
-    """Read all files of a folder whole, after the page cache was dropped -> GB/s."""
+    """Drop the files of a folder from the page cache, and read each whole. Returns: GB/s."""
     drop(folder)
     return gbps([lambda path=path: len(path.read_bytes()) for path in folder.iterdir()], at_once)
 
 
 def write_file(path: Path, size: int):
+    """Write `size` random bytes to a file and to the disk."""
     with open(path, "wb") as file:
         file.write(os.urandom(size))
         os.fsync(file.fileno())
 
 
 def disk(model, arguments):
+    """Yield a row for each size of reads and each number of reads in flight."""
     with folder_on_disk() as (folder, device):
         write_file(large := folder / "large", READ)
         ways = {}
@@ -121,7 +128,7 @@ def disk(model, arguments):
 # 2. Histories that only storage has -------------------------------------------------------------------------
 
 class Memory:
-    """A back end that is a dictionary, behind modelled storage."""
+    """A storage back end that is a dictionary. `Storage` gives it the disk's speed."""
 
     def __init__(self):
         self.index = {}
@@ -138,7 +145,8 @@ class Memory:
 
 @contextmanager
 def redis_server():
-    """Yield the URL of a Redis of its own, which ends with the block. Raises OSError where no redis-server is installed."""
+    """Context manager: start a Redis server, yield its URL, and stop it at the end. Raises OSError if
+    redis-server is missing."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -156,6 +164,7 @@ def redis_server():
 
 
 def cache_of(system: str, blocks: int, storage: Storage):
+    """Return the Cache of a system, "CHAPTER" or "07, POLICY", over a storage."""
     chapter, _, policy = system.partition(", ")
     if chapter == "07":
         return tiers.cache_of(policy)(blocks, LINK, storage, policy, threshold=PAGE)
@@ -165,15 +174,16 @@ def cache_of(system: str, blocks: int, storage: Storage):
 
 
 def fetched() -> int:
-    """-> bytes that the kernel has fetched from disks for this process."""
+    """Return how many bytes the kernel has fetched from disks for this process."""
     return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"])
 
 
 def once(engine, history: list[int], before, question: list[int]) -> dict:
-    """Call `before`, and ask when only storage has the history -> what came back."""
+    """Evict everything above storage, call `before`, and ask. Returns: TTFT in ms, new tokens, found tokens
+    by tier, and the bytes fetched from the disk and over the link."""
     forget(engine)
     before()
-    time.sleep(0.02)  # what uses files in storage ends
+    time.sleep(0.02)  # let threads that note the use of files end
     size, disk = engine.counts["bytes_in"], fetched()
     request = lesson.ask(engine, history + question)
     return dict(ttft_ms=request.outcome.ttft_ms, new=request.new, found=request.found, fetched=fetched() - disk,
@@ -181,18 +191,22 @@ def once(engine, history: list[int], before, question: list[int]) -> dict:
 
 
 def computed(engine, history: list[int], question: list[int]) -> dict:
-    """Ask an engine that keeps nothing below the device when it has lost all, and again when it has all but the question."""
+    """Ask an engine without a lower tier after it has evicted everything, and again while it has the
+    history."""
     (alone, hit) = (lesson.ask(engine, history + question, evict=pool) for pool in ("device", ""))
     return dict(ttft_ms=alone.outcome.ttft_ms, new=alone.new, hit_ms=hit.outcome.ttft_ms)
 
 
 def restored(model, arguments):
+    """Yield the rows of `behind_history` for each length."""
     for tokens in arguments.histories or [1024]:
         with ExitStack() as stack:
             yield from behind_history(model, arguments.rounds, tokens, stack)
 
 
 def behind_history(model, rounds: int, tokens: int, stack: ExitStack):
+    """Yield a row for each system and each place of its files. `stack` closes the engines and removes the
+    files."""
     draws, blocks = partial(draw, random.Random(0), model), tokens // PAGE + 2 * PAGE
     history, (folder, device) = draws(tokens), stack.enter_context(folder_on_disk())
     write_file(large := folder / "large", READ)
@@ -202,7 +216,8 @@ def behind_history(model, rounds: int, tokens: int, stack: ExitStack):
     ways, engines = {"computed": partial(computed, plain, history)}, {}
 
     def add(system: str, place: str, storage: Storage, places: dict):
-        """Keep the history in a storage of its own, to be asked for in each of `places`: name -> what to do before."""
+        """Save the history in a storage of its own. `places`: name -> function that is called before each ask
+        there."""
         engine = engine_of(model, blocks, cache_of(system, 2 * blocks, storage), always=True)
         stack.callback(engine.close)
         lesson.ask(engine, history + draws(1))
@@ -239,8 +254,11 @@ def behind_history(model, rounds: int, tokens: int, stack: ExitStack):
 
 
 def bound_ms(model, system: str, tokens: int, size: float, speed: float, alone: float, hit: float) -> float:
-    """-> the least TTFT that storage of `speed` allows. The question follows its last byte by a layer's share; where a system
-    also computes the history of `tokens` from the front, both meet, and the question follows."""
+    """Return the least TTFT in ms that storage of `speed` bytes/s allows.
+
+    All bytes arrive, and one layer's share of the question follows. A system that also computes the history
+    of `tokens` from the front needs the time until both ends meet, and the whole question follows. `size`:
+    bytes that it reads; `alone`, `hit`: TTFT in ms of computing, and with the history on the device."""
     if system in BOTH:
         whole = 1e3 * tokens * model.config.kv_numbers_per_token * model.dtype.itemsize / speed
         return hit + both_ends.time_to_meet(whole, max(1e-3, alone - hit))[0]
@@ -262,15 +280,15 @@ def report(found: list[dict]) -> str:
     systems = tables.grouped(rows, ("model", "history_tokens", "system"), "place")
     name = {"model, history": "{model}, {history_tokens:,}", "system": "{system}"}
     return tables.paragraphs(
-        tables.table("**The disk**, {device}, in GB/s: direct reads of one file, and files that are read whole:", {
+        tables.table("**The disk**, {device}, in GB/s: direct reads of one file, and reads of whole files:", {
             "reads of": "{size}", "at a time": "{at_once}", "direct": "{direct_gbps:spread}", "files": "{files_gbps:spread}",
         }, tables.rows(found, "disk")),
-        tables.table("**TTFT behind a history that only storage has**, and TTFT over that of computing; the disk reads {speed_gbps:n} GB/s:", {
+        tables.table("**TTFT behind a history that only storage has**, and its ratio over computing; the disk reads {speed_gbps:n} GB/s:", {
             **name, "computing": "{computed_ms:ms}",
             **tables.across(systems, {"TTFT": "{ttft_ms:ms}", "over computing": "{over_computing:spread}"}),
         }, systems),
-        tables.table("**What came back**, and what the kernel fetched from the disk for it; TTFT over that from modelled storage, and over "
-                     "the bound:", {
+        tables.table("**Restored tokens and bytes**, and bytes that the kernel fetched from the disk for them; TTFT over that from modelled storage, "
+                     "and over the bound:", {
             **name, "from": "{place}", "tokens": "{restored:,.0f} ({source})", "bytes": "{bytes:MB}", "fetched": "{fetched:MB}",
             "plan": "{plan:plan}", "over modelled": "{over_modelled:spread}", "over the bound": "{of_bound:n}",
         }, rows), *skipped)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What was found, as Markdown: a benchmark prints it at its end, and docs/measured.md shows it.
+"""Make Markdown tables of results: a benchmark prints them at its end, and docs/measured.md shows them.
 
 A figure is a number, or the `spread` of samples: {median, min, max, samples} (`benchmarks.measure`).
 """
@@ -9,13 +9,15 @@ from collections.abc import Iterable
 # 1. Rows ----------------------------------------------------------------------------------------------------
 
 def rows(found: list[dict], claim: str, **wanted) -> list[dict]:
-    """What was found about this claim: rows that have the `wanted` values, `model` among them."""
+    """Return the rows of a part (`claim` in the file) that have the `wanted` values, each with its
+    `model`."""
     every = [dict(row, model=entry["model"]) for entry in found if entry["claim"] == claim for row in entry["rows"]]
     return [row for row in every if all(row.get(key) == want for key, want in wanted.items())]
 
 
 def grouped(rows: list[dict], same: tuple[str, ...], by: str) -> list[dict]:
-    """Rows that are the same in these keys become one, the last of them, whose `at` has all: `by` -> row."""
+    """Group rows that have equal values in the keys `same`. Returns: one row for each group, a copy of its
+    last row with `at`: value of the key `by` -> row."""
     groups = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in same), {})[row[by]] = row
@@ -38,7 +40,8 @@ def milliseconds(figure) -> str:
 
 
 def with_spread(figure: dict, unit: str = "", text=number) -> str:
-    """The median, the smallest and the largest; of one sample, that."""
+    """Return the median with the smallest and the largest sample in brackets; a single sample stands
+    alone."""
     middle = text(figure["median"]) + unit
     if len(figure["samples"]) == 1:
         return middle
@@ -46,20 +49,21 @@ def with_spread(figure: dict, unit: str = "", text=number) -> str:
 
 
 def plan(letters: str) -> str:
-    """Of a letter for each layer, how many of each; what is no such plan stays as it is."""
+    """Count the layers of each way in a plan of one letter a layer, as "1 R, 7 H". Other text is returned
+    unchanged."""
     if set(letters) - set("RHK"):
         return letters
     return ", ".join(f"{letters.count(way)} {way}" for way in "RHK" if way in letters)
 
 
 def between(values: Iterable[float], text=number) -> str:
-    """The smallest and the largest."""
+    """Return the smallest and the largest value as "a to b"."""
     values = list(values)
     return f"{text(min(values))} to {text(max(values))}"
 
 
 def listed(words: Iterable[str]) -> str:
-    """a, b and c."""
+    """Join words as "a, b and c"."""
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -78,13 +82,13 @@ FORMATS = {
 
 
 class Shown:
-    """A row's value in a template such as "{ttft_ms:ms}, {over[03]:spread}"."""
+    """A value of a row, for use in a template such as "{ttft_ms:ms}, {over[03]:spread}"."""
 
     def __init__(self, value):
         self.value = value
 
     def __getitem__(self, key):
-        """By a key's text: `str.format` takes [03] for a number, and [True] for a word."""
+        """Look a key up by its text: `str.format` passes [03] as a number and [True] as a word."""
         for name, value in self.value.items():
             if str(name) in (str(key), f"0{key}"):
                 return Shown(value)
@@ -95,8 +99,10 @@ class Shown:
 
 
 def table(caption: str, columns: dict[str, str], rows: list[dict]) -> str:
-    """`columns`: header -> the template of its cells; a cell whose row lacks something is empty. The caption is a
-    template too, for the first row. Without rows: nothing."""
+    """Return a Markdown table under its caption; empty without rows.
+
+    `columns`: header -> template of its cells. A cell is empty if its row lacks a key of the template. The
+    caption is a template as well, filled from the first row."""
     def cell(template: str, row: dict) -> str:
         try:
             return template.format_map({key: Shown(value) for key, value in row.items()})
@@ -107,7 +113,7 @@ def table(caption: str, columns: dict[str, str], rows: list[dict]) -> str:
 
 
 def across(rows: list[dict], cells: dict[str, str]) -> dict[str, str]:
-    """The same columns for each row that is in `at` of the grouped `rows`, side by side."""
+    """Return columns for grouped rows: the templates of `cells` once for each key of `at`, side by side."""
     columns = {}
     for by in dict.fromkeys(by for row in rows for by in row["at"]):
         for header, template in cells.items():

@@ -1,18 +1,21 @@
-"""Chapter 07: device, host memory and shared storage under one radix tree, on one model and one clock, in turn.
+"""Measure chapter 07: device, host memory and shared storage under one radix tree, in turn.
 
     python -m benchmarks.tiered                                     all; results in benchmarks/results/
     python -m benchmarks.tiered --only policies --model classroom --rounds 5
 
-mix         conversations go on behind documents of 1,024 tokens, in any order. The device holds a third of them,
-            host memory half, and the documents are in files. Beside the device alone, one at a time and two at once;
-            the bound is, for each request, the slowest of the same question with all on the device, of what came over
-            the link and a layer's share of the question behind that, and of what was read; for two at once, of the sums.
-policies    one history in slow storage alone: each policy, where reading takes as long as computing, without the
-            engine's guard, and where it takes twice as long, with it.
-pipeline    the same in storage as fast as the link, beside the bound: the slower of reading and loading, one read's pages by the
-            other, and the question.
-admission   a hit in host memory or in storage of 1 MB/s to 1 GB/s over computing it, and the tier of each token.
-writes      what each write policy finds, writes, and would lose by a kill.
+mix         conversations go on behind documents of 1,024 tokens, in random order. The device holds a third of
+            their tokens, host memory half, and the documents are in files. It is compared with the device
+            alone, one request at a time and two at once. A request's bound is the longest of three times: the
+            same question with everything on the device; its bytes over the link, plus a layer's share of the
+            question; and its bytes from storage. With two requests at once it is the longest of the sums.
+policies    one history that only slow storage has, under each prefetch policy. Reading takes as long as
+            computing, with the engine's guard off; then twice as long, with the guard on.
+pipeline    the same history in storage that is as fast as the link. The bound is the time of one of both
+            transfers (they take equally long), the first read's share of the other one, and the question with
+            everything on the device.
+admission   TTFT of a hit in host memory, or in storage of 1 MB/s to 1 GB/s, over computing, and the tier of
+            each token.
+writes      what each write policy finds, writes, and would lose if the process were killed.
 """
 
 import importlib
@@ -33,11 +36,11 @@ from shell import backends, hardware, lesson, modelled_link
 tiers = importlib.import_module("07_tiered_storage")
 TALKS, TURNS, DOCUMENT, QUESTION, ANSWER, PAGE = 4, 2, 1024, 64, 4, 16  # conversations; tokens
 TIERS = "gpu", "cpu", "storage"
-ASKED = PAGE - 1  # tokens of a question that fills no page, so that no tier keeps it for the next policy
+ASKED = PAGE - 1  # tokens of a question that fills no page: no tier keeps it for the next policy
 
 
 class Bench(ExitStack):
-    """Engines of one model, over one directory. At its end they are closed, and it is removed."""
+    """Engines of one model over one directory. At its end it closes them and removes the directory."""
 
     def __init__(self, model):
         super().__init__()
@@ -46,20 +49,22 @@ class Bench(ExitStack):
         self.draw = partial(draw, self.rng, model)  # (tokens)
 
     def engine(self, on_device: int, cache=None):
-        """Chapter 02's, with room for so many tokens."""
+        """Return chapter 02's engine with room for `on_device` tokens."""
         engine = engine_of(self.model, -(-on_device // PAGE), cache)
         self.callback(engine.close)
         return engine
 
     def cache(self, on_host: int, **options):
-        """Host memory for so many tokens, over the default link."""
+        """Return chapter 07's Cache with host memory for `on_host` tokens, over the default link and the
+        shared files."""
         shared = store.Storage(backends.open_backend(f"file:{self.folder}/pages", {}), "files")
         kind = tiers.cache_of(options.get("prefetch", "timeout"))
         return kind(-(-on_host // PAGE), self.bandwidth, shared, **options)
 
 
 def slow_storage(engine, bandwidth: modelled_link.Bandwidth | None):
-    """Let storage be so fast from now on, and be known to be; None: as fast as it is."""
+    """Give storage a modelled bandwidth, and record it as its measured speed. None: the storage's own
+    speed."""
     storage = engine.lower_tier.cache.storage
     measure.change_speed(engine, storage, storage.reader, bandwidth)
     if bandwidth:
@@ -67,7 +72,7 @@ def slow_storage(engine, bandwidth: modelled_link.Bandwidth | None):
 
 
 def forget(engine):
-    """Nothing is on the device and in host memory any more."""
+    """Evict everything from the device and from host memory."""
     lesson.wait_until_idle(engine)
     for pool in engine.pools:
         engine.evict(pool)
@@ -77,7 +82,10 @@ def forget(engine):
 # 1. Conversations that fit in no single tier ----------------------------------------------------------------
 
 def go_on(engine, documents: list, asked: list[tuple[int, list[int]]], at_once: int = 1) -> tuple[list, float]:
-    """Ask (conversation, question) one behind the other, or so many at once -> the requests, and seconds."""
+    """Ask questions, at most `at_once` at the same time, and never two of one conversation.
+
+    `asked`: (number of the conversation, tokens) of each question.
+    Returns: the finished requests in the order of `asked`, and the seconds of all."""
     histories, todo, running = [list(document) for document in documents], list(enumerate(asked)), {}
     done, began = {}, time.perf_counter()
     while todo or running:
@@ -102,18 +110,19 @@ def go_on(engine, documents: list, asked: list[tuple[int, list[int]]], at_once: 
 
 
 def mix(model, arguments):
+    """Yield a row for one and for two requests at once."""
     longest = DOCUMENT + TURNS * (QUESTION + ANSWER) + 16
     with Bench(model) as bench:
         documents = [bench.draw(DOCUMENT) for _ in range(TALKS)]
-        known = bench.engine(3 * TALKS * longest, bench.cache(longest))  # all stays on its device
-        for document in documents:  # it has left them in the files
+        known = bench.engine(3 * TALKS * longest, bench.cache(longest))  # its device holds everything
+        for document in documents:  # it leaves them in the files
             lesson.ask(known, document + bench.draw(1), 1)
         lesson.wait_until_idle(known)
         known.lower_tier.cache.storage.close()
-        known.lower_tier.cache.storage = None  # it asks for no more
+        known.lower_tier.cache.storage = None  # from now on it uses its device alone
         none = bench.engine(TALKS * longest // 3)
         ours = bench.engine(TALKS * longest // 3, bench.cache(TALKS * longest // 2))
-        lesson.ask(ours, bench.draw(512), 1)  # how fast is prefill?
+        lesson.ask(ours, bench.draw(512), 1)  # measures the speed of prefill
 
         def turns() -> list[tuple[int, list[int]]]:
             order = [number for _ in range(TURNS) for number in bench.rng.sample(range(TALKS), TALKS)]
@@ -132,7 +141,9 @@ def mix(model, arguments):
 
 
 def mixed(engine, taken: dict, at_once: int, model) -> dict:
-    """One round: TTFT, throughput and bound."""
+    """Return the figures of one round: TTFT, throughput, share of the bound, and found tokens.
+
+    `taken`: none, known or ours -> (requests, seconds)."""
     measure.check_alike(model, {name: [request.new for request in requests] for name, (requests, _) in taken.items()})
     cache, (requests, seconds), (direct, at_best) = engine.lower_tier.cache, taken["ours"], taken["known"]
     means = {name: statistics.mean(ttft(each)) for name, (each, _) in taken.items()}
@@ -151,10 +162,11 @@ def mixed(engine, taken: dict, at_once: int, model) -> dict:
         **tiers.shares(requests))  # fmt: skip
 
 
-# 2. One history that only storage has -----------------------------------------------------------------------
+# 2. One history, only in storage -----------------------------------------------------------------------
 
 def ask_under(policy: str, engine, prompt: list[int]) -> Request:
-    """Ask under a prefetch policy, when only storage has it. For "computed" no tier has it, for "device" the device."""
+    """Ask under a prefetch policy while only storage has the history; for "computed" no tier has it, for
+    "device" the device."""
     cache, storage = engine.lower_tier.cache, engine.lower_tier.cache.storage
     (lesson.wait_until_idle if policy == "device" else forget)(engine)
     time.sleep(0.02)
@@ -164,6 +176,7 @@ def ask_under(policy: str, engine, prompt: list[int]) -> Request:
 
 
 def policies(model, arguments, tokens: int = 1024):
+    """Yield a row for r = 1 with the guard off, and for r = 2 with the guard on."""
     with Bench(model) as bench:
         engine, both = (bench.engine(2 * tokens, bench.cache(2 * tokens, prefetch=policy)) for policy in ("timeout", "both_ends"))
         history, size = bench.draw(tokens), tokens // PAGE * engine.lower_tier.cache.host.block_bytes
@@ -178,12 +191,12 @@ def policies(model, arguments, tokens: int = 1024):
                 slow_storage(each, modelled_link.Bandwidth(size / (1e-3 * r * alone)))
                 each.lower_tier.estimates.always, each.lower_tier.cache.timeout = always, (1e-3 * alone / 3, 0.0)  # a third of computing
             row, before = policy_cell(bench, once, arguments.rounds or 5), alone
-            alone = row["ttft_ms"]["computed"]["median"]  # in the row's own rounds: the next one is made by it
+            alone = row["ttft_ms"]["computed"]["median"]  # measured in this row; it sets the storage of the next one
             yield dict(r=r, guard=not always, measured_r=r * before / alone, **row)
 
 
 def policy_cell(bench: Bench, once, rounds: int) -> dict:
-    """The policies in turn. Ends if they answer differently."""
+    """Measure all policies in turn. Returns: the row. Raises AssertionError if they answer differently."""
     ways = ("computed", *tiers.PREFETCH)
     taken = measure.same_question_in_turn({way: partial(once, way) for way in ways}, rounds, partial(bench.draw, ASKED))
     measure.check_alike(bench.model, {way: [request.new for request in each] for way, each in taken.items()})
@@ -197,6 +210,7 @@ def policy_cell(bench: Bench, once, rounds: int) -> dict:
 
 
 def pipeline(model, arguments, tokens: int = 1024):
+    """Yield a row for `timeout` and for `wait_complete`: TTFT beside the bound of the pipeline."""
     with Bench(model) as bench:
         engine = bench.engine(2 * tokens, bench.cache(2 * tokens, timeout=(60.0, 0.0)))
         host, link, history = engine.lower_tier.cache.host, engine.lower_tier.cache.load_link, bench.draw(tokens)
@@ -220,6 +234,7 @@ SLOWER = "host, link 50 times slower"
 
 
 def admission(model, arguments, histories=(512, 1900)):
+    """Yield a row for each length of history and each place in which it lies."""
     longest = max(histories) + QUESTION + 16
     with Bench(model) as bench:
         engine = bench.engine(2 * longest, bench.cache(2 * longest))
@@ -238,7 +253,7 @@ def admission(model, arguments, histories=(512, 1900)):
 
 
 def ask_from(bench, engine, way: str, history: list[int]) -> Request:
-    """Ask something new when only that tier has the history, or none."""
+    """Ask a new question while only the tier `way` has the history, or no tier for "computed"."""
     storage, link = engine.lower_tier.cache.storage, engine.lower_tier.cache.load_link
     lesson.wait_until_idle(engine, "device")
     if not way.startswith("host"):
@@ -256,7 +271,7 @@ def ask_from(bench, engine, way: str, history: list[int]) -> Request:
         measure.change_speed(engine, link, link, as_it_is)
     elif way != "host":
         slow_storage(engine, None)
-    if way == "computed":  # what others are about to find there
+    if way == "computed":  # save the history again for the ways that follow
         lesson.ask(engine, history + bench.draw(1), 1)
         lesson.wait_until_idle(engine)
     return request
@@ -265,7 +280,8 @@ def ask_from(bench, engine, way: str, history: list[int]) -> Request:
 # 4. Trade-offs ----------------------------------------------------------------------------------------------
 
 def writes(model, arguments):
-    """60 questions about 12 documents, about the n-th as often as 1/n (Zipf), to engines that begin with nothing."""
+    """Yield a row for each write policy: 60 questions about 12 documents, drawn by Zipf's law, to an engine
+    with empty tiers."""
     for policy in tiers.WRITE:
         with Bench(model) as bench:
             documents = [bench.draw(256) for _ in range(12)]
@@ -305,12 +321,12 @@ def report(found: list[dict]) -> str:
             "throughput": "{throughput:x}", "bound / measured": "{of_bound:spread}", "found in L1, L2, L3": shares,
         }, mix),
         tables.table(
-            "**One history of 1,024 tokens in slow storage alone.** TTFT, and the share of the prompt from storage:", {
+            "**One history of 1,024 tokens, only in slow storage.** TTFT, and the share of the prompt that came from storage:", {
                 "model, reading / computing": "{model}, {r:g}, {guard}", "as measured": "{measured_r:.2f}",
                 **{way: f"{{ttft_ms[{way}]:ms}}, {{from_storage[{way}]:%}}" for way in ("computed", *tiers.PREFETCH)},
             }, policies),
-        tables.table("**The same in storage as fast as the link**: reading, loading and the question in one pipeline:", {
-            "model, policy": "{model}, {policy}", "reading, and loading": "{alone_ms:.0f} ms", "TTFT": "{ttft_ms:ms}",
+        tables.table("**The same history in storage as fast as the link**: reading and loading overlap, and the question follows:", {
+            "model, policy": "{model}, {policy}", "reading, as long as loading": "{alone_ms:.0f} ms", "TTFT": "{ttft_ms:ms}",
             "bound": "{bound_ms:ms}", "bound / measured": "{of_bound:spread}",
         }, tables.rows(found, "pipeline")),
         tables.table("**A hit in each tier** (classroom): TTFT over that of computing, and the tokens found there:", {

@@ -1,15 +1,17 @@
-"""What chapters 04 and 05 do otherwise, each beside what they do: one model, in turn.
+"""Compare other ways to save and to divide layers with those of chapters 04 and 05, in turn.
 
     python -m benchmarks.variants                                  all; results in benchmarks/results/
     python -m benchmarks.variants --only divisions --model random:long --histories 1024
 
-saving       TBT of 1 and 16 that decode behind 512 tokens, which they share, over nothing kept: in two stages (chapter
-             04), or each layer while it is computed (the paper); or directly, a copy for each run of rows and each
-             layer (Figure 14).
-divisions    TTFT over three links: chapter 05's plan; the paper's closed form; the naive hybrid, which knows no hidden
-             states; hidden states alone (04); and K and V alone (03). All plans are made from the same costs.
+saving       TBT of 1 and 16 requests that decode behind 512 shared tokens, over TBT with nothing kept. Hidden
+             states are saved in two stages (chapter 04); each layer while it is computed (the paper's
+             snapshot); or directly, with a copy for each run of rows and each layer (Figure 14).
+divisions    TTFT over three links with chapter 05's plan; the paper's closed form; the naive hybrid, without
+             hidden states; hidden states alone (04); and K and V alone (03). All plans are made from the same
+             costs.
 
-Figures are HCache's (EuroSys '25). Each row says what was restored; all ways must answer alike.
+The figures are those of HCache (EuroSys '25). Each row counts the restored tokens; all ways must answer
+alike.
 """
 
 import random
@@ -31,7 +33,7 @@ HiddenCache, PlannedCache = hidden_states.HiddenCache, planned.PlannedCache
 # 1. Other ways to save -------------------------------------------------------------------------
 
 class EachStep(HiddenCache):
-    """No step's rows wait for the next one's."""
+    """Chapter 04's Cache that sends the rows of each step at once, not of several steps together."""
 
     def save(self, batch):
         super().save(batch)
@@ -40,24 +42,25 @@ class EachStep(HiddenCache):
 
 
 class EachLayer(EachStep):
-    """The paper's stage one (sections 4.2.2 and 5): each layer's rows leave for the snapshot buffer while that layer
-    is computed. Stage two follows when the step is over."""
+    """The paper's first stage (sections 4.2.2 and 5): each layer's rows are copied to the snapshot buffer
+    while that layer is computed. The second stage follows when the step is over."""
 
     def save_layer(self, layer, hidden, batch):
         super().save_layer(layer, hidden, batch)
         if layer in self.layers and len(hidden) <= self.free:
             snapshot, left = self.snapshot[self.layers.index(layer)], self.ring - self.head
-            into = snapshot[self.head :][: len(hidden)], snapshot[: max(0, len(hidden) - left)]  # it is a ring
+            into = snapshot[self.head :][: len(hidden)], snapshot[: max(0, len(hidden) - left)]  # the buffer is a ring
             self.left = self.save_link.copy(into, (hidden[:left], hidden[left:]), "states")
             self.counts["bytes_out"] += self.left.bytes
 
     def take_snapshot(self, states):
-        """-> the last layer's Transfer: when it is over, all are."""
+        """Return the last layer's Transfer; when it is complete, all are."""
         return self.left
 
 
 class Direct(EachStep):
-    """After each step each run of rows of each layer goes straight to its block, in a copy of its own."""
+    """A Cache without snapshots: after each step each run of rows of each layer is copied straight to its
+    block."""
 
     def flush(self):
         noted, states = self.rows, self.inputs  # of one step, [T, D] a layer
@@ -76,7 +79,8 @@ class Direct(EachStep):
 
 
 def saving(model, arguments, new: int = 32, tokens: int = 512):
-    """The prompts are short, behind a document that stays on the device: what is decoded is kept."""
+    """Yield a row for 1 and for 16 running requests. Their document stays on the device, so mostly decoded
+    tokens are saved."""
     rng, link = random.Random(0), hardware.bandwidth(model)
     kinds = {"two stages": HiddenCache, "each layer": EachLayer, "direct": Direct}
     document = draw(rng, model, tokens)
@@ -101,12 +105,13 @@ def saving(model, arguments, new: int = 32, tokens: int = 512):
 # 2. Other divisions ----------------------------------------------------------------------------
 
 def naive_plan(layers: int, costs) -> str:
-    """The best of recomputing and loading, without hidden states (section 6.3.1)."""
+    """Return the best plan of recomputed and loaded layers, without hidden states (section 6.3.1)."""
     plans = ["R" * recompute + "K" * (layers - recompute) for recompute in range(layers)]
     return min(plans, key=lambda plan: planned.plan_seconds(plan, costs))
 
 
 def divisions(model, arguments):
+    """Yield a row for each length of history and each link: plans and TTFT of all ways."""
     rng, layers = random.Random(0), len(model.layers)
     for tokens, (words, share) in product([tokens // 16 * 16 for tokens in arguments.histories], links_of(model).items()):
         ours, costs = planned_bench.planned_engine(model, tokens, share)
@@ -137,16 +142,16 @@ def report(found: list[dict]) -> str:
     divided = tables.grouped(divided, ("way",), "column")
     return tables.paragraphs(
         tables.table(
-            "**Other ways to save** (Figure 14, behind 512 tokens; in the paper two stages cost nothing, and a 7B's TBT directly to "
-            "SSDs is up to 1.34 times as long where 16 decode; here all go to host memory), TBT over that of nothing kept:", {
+            "**Other ways to save** (Figure 14, behind 512 tokens; in the paper two stages cost nothing, and saving directly to SSDs "
+            "makes TBT of a 7B up to 1.34 times as long with 16 decoding; here all ways save to host memory). TBT over that with nothing kept:", {
                 "running": "{running}",
                 **tables.across(saved, {
                     "nothing kept": "{ways[nothing][tbt_ms]:ms}",
                     **{way: f"{{ways[{way}][tbt_over_nothing]:spread}}" for way in ("two stages", "each layer", "direct")}}),
             }, saved),
         tables.table(
-            "**Other divisions** (Figures 8 and 12; behind a link: how many projections a transfer took): plan, TTFT, and that "
-            "over chapter 05's:", {
+            "**Other divisions** (Figures 8 and 12; beside each link: transfer time of hidden states over projection time): plan, TTFT, "
+            "and TTFT over that of chapter 05:", {
             "way": "{way}", **tables.across(divided, {"": "{plan:plan}: {ttft_ms:ms}, {ttft_over_05:spread}"}),
         }, divided))  # fmt: skip
 

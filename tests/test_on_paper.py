@@ -115,7 +115,7 @@ def test_captures_ratio_grows_with_the_width_and_both_lanes_end_together():
 
 def test_claims_have_their_arithmetic_beside_them_and_say_nothing_without_results():
     table = claims.table({}, paper=on_paper)
-    assert {tuple(row[5:]) for row in table} == {("", "not run", "says nothing")}
+    assert {tuple(row[5:]) for row in table} == {("", "not run", "not measured")}
     assert [any(map(str.isdigit, row[3])) for row in table] == [claim.allowed is not None for claim in claims.CLAIMS]
 
 

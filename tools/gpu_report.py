@@ -1,10 +1,10 @@
-"""What the chapters do on a GPU, beside the papers' numbers and what arithmetic allows; it needs no Flask.
+"""Measure the chapters on a GPU, beside the papers' numbers and the bounds by arithmetic. It needs no Flask.
 
-    python -m tools.gpu_report                         in under 14 minutes on an H100, and then tests and demos in 10
-    python -m tools.gpu_report --only papers --eager   with pieces and without, in turn
-    python -m tools.gpu_report --emulated              without a GPU, all but the demos on a tiny model: times mean nothing
-Each part is a process of its own, with a limit; what says most comes first. Each row is written when it is there, and the page
-begins with the claims that it has measured and ends with what failed: benchmarks/results/gpu-DEVICE.json, .md."""
+    python -m tools.gpu_report                         under 14 minutes on an H100, then tests and demos in 10
+    python -m tools.gpu_report --only papers --eager   with CUDA graphs (pieces) and without, in turn
+    python -m tools.gpu_report --emulated              without a GPU, on a tiny model, without demos: times mean nothing
+Each part is a process of its own with a time limit; the most important part runs first. Each row is written as soon as it is
+measured, to benchmarks/results/gpu-DEVICE.json and .md. The page begins with the claims and ends with the failures."""
 import argparse
 import gc
 import importlib
@@ -34,13 +34,14 @@ from shell import checkpoint, lesson
 from tools import on_paper, report
 
 ROOT, cake, hybrid = Path(__file__).resolve().parent.parent, both_ends.both_ends, hybrid_blocks.hybrid
-QUESTION, OTHERS, SPARE = 15, 8, 256  # tokens behind a history; requests that decode beside it, and blocks for these
-STORAGE, PCIE = 1e10, (25, 12)  # bytes/s of 06's storage; GB/s of PCIe 4 and 3
-BATCH, NEW, DEVICE = 32, 12, 6e9  # of 08: requests, tokens of an answer, bytes of the device that it may use
+QUESTION, OTHERS, SPARE = 15, 8, 256  # tokens of a question; requests that decode beside it, and blocks for them
+STORAGE, PCIE = 1e10, (25, 12)  # bytes/s of the storage of 06; GB/s of PCIe 4 and 3
+BATCH, NEW, DEVICE = 32, 12, 6e9  # in 08: requests, tokens of an answer, bytes of device memory that it may use
 
 
 def caches(model, blocks: int) -> dict:
-    """Way -> what makes a Cache with room for so many blocks of K and V; 07 by each way of copying."""
+    """Return way -> function that makes its Cache, with room for `blocks` blocks of K and V; 07 once for each
+    I/O back end."""
     size = 16 * blocks * model.config.kv_numbers_per_token * model.dtype.itemsize
     return {"03": partial(offload.HostCache, blocks), "04": partial(hidden_states.HiddenCache, blocks),
             "05": partial(planned.PlannedCache, 3 * blocks), "02": Cache,
@@ -49,7 +50,8 @@ def caches(model, blocks: int) -> dict:
 
 
 def after_history(model, histories: list[int], arguments, only=()):
-    """Yield (what its rows have in common, rows) of all ways, one engine after the other: two may not fit."""
+    """Yield (fields that the rows share, rows) for each history and way. Two engines may not fit, so each
+    closes first."""
     for tokens in histories:
         made = caches(model, tokens // 16 + SPARE)
         for way in only or made:
@@ -57,8 +59,10 @@ def after_history(model, histories: list[int], arguments, only=()):
 
 
 def cell(model, make_cache, way: str, tokens: int, arguments):
-    """TTFT of a question behind a history that the device has lost (`hit`: that it has). Then TBT of eight that decode while a
-    short prompt is answered, and how many times as long while that question is. And what the last asking, or a step, has launched."""
+    """Yield rows: TTFT of a question behind a history that the device has evicted (`hit`: that it holds),
+    then TBT of eight decoding requests beside a short prompt, and its ratio while the question is answered
+    beside them. Each row counts the kernels, graphs and copies that the last question, or a step, has
+    launched."""
     engine = engine_of(model, tokens // 16 + SPARE, make_cache(), always=True)
     prompt = measure.draw(random.Random(tokens), model, tokens + QUESTION)
 
@@ -69,7 +73,7 @@ def cell(model, make_cache, way: str, tokens: int, arguments):
     ways[way] = partial(ask, "device")
     if arguments.eager and getattr(engine.runner, "pieces", None):
         ways |= {f"{name}, eager": partial(work, eager=True) for name, work in ways.items()}
-    ask()  # computed, and kept
+    ask()  # compute the history and save it
     for name, taken in lesson.in_turn(ways, arguments.rounds).items():
         yield dict(way=name, link=str(getattr(engine.lower_tier.cache, "load_link", "")), ttft_ms=measure.spread(measure.ttft(taken)),
                    allowed_ms=1e3 * allowed(engine, name, tokens), found=taken[-1].found, **launched(ways[name]))  # fmt: skip
@@ -82,7 +86,7 @@ def cell(model, make_cache, way: str, tokens: int, arguments):
 
 
 def launched(work) -> dict:
-    """-> how many kernels, graphs and copies, by torch.profiler."""
+    """Call `work`. Returns: how many kernels, graphs and copies it has launched, by torch.profiler."""
     with torch.profiler.profile() as profile:
         work()
         torch.cuda.synchronize()
@@ -91,7 +95,8 @@ def launched(work) -> dict:
 
 
 def tbt(engine, prompt: list[int], new: int) -> float:
-    """Answer a prompt, of which the device has nothing, beside others -> ms a step."""
+    """Answer a prompt, of which the device holds nothing, beside other requests. Returns: ms for each
+    step."""
     engine.evict("device")
     began, before = time.perf_counter(), engine.counts["steps"]
     engine.generate([Request(prompt, new)])
@@ -99,7 +104,8 @@ def tbt(engine, prompt: list[int], new: int) -> float:
 
 
 def allowed(engine, way: str, tokens: int) -> float:
-    """Seconds of TTFT by arithmetic, of what this engine has measured: the link's bytes/s, prefill and projection."""
+    """Return the least TTFT in seconds by arithmetic, from this engine's measured speeds: link, prefill and
+    projection."""
     estimates, config, layers = engine.lower_tier.estimates, engine.model.config, len(engine.model.layers)
     numbers, link = (config.hidden_size, config.kv_numbers_per_token // layers), getattr(engine.lower_tier.cache, "load_link", None)
     speed = link.speed() if link and way[:3] != "hit" else math.inf
@@ -114,14 +120,16 @@ def allowed(engine, way: str, tokens: int) -> float:
 
 
 def slowed(times: int):
-    """-> a context in which links send each byte so many times, on the lane's stream: as slow as an older one, and as real."""
+    """Context manager: links send each byte `times` times on their stream, so that a real link is as slow as
+    an older one."""
     def again(link, *given, copy=Link.copy):
         return [copy(link, *given) for _ in range(times)][-1]
     return mock.patch.object(Link, "copy", again)
 
 
 def slower(model, histories: list[int], arguments):
-    """03 to 05 over links about as fast as PCIe 4 and 3; a row says what was measured."""
+    """Yield as `after_history` does, for 03 to 05 over links about as fast as PCIe 4 and 3. Rows have the
+    measured speed."""
     gbps = measure.link_of(model.device)["link_gbps"]
     for times in sorted({max(2, round(gbps / wanted)) for wanted in PCIE}):
         with slowed(times):
@@ -130,7 +138,8 @@ def slower(model, histories: list[int], arguments):
 
 
 def both(model, histories: list[int], arguments):
-    """06 where loading takes r times as long as computing, or as near to that as this host reads."""
+    """Yield as `after_history` does, for 06 with loading r times as slow as computing, as far as this host
+    reads so fast."""
     for row in both_ends.grid(model, SimpleNamespace(histories=histories, r=[1.0, 0.25, 4.0], share=[], rounds=arguments.rounds)):
         for way, ms in row["ttft_ms"].items():
             least, chunks = row["bound_ms"] if way == "both" else tables.median(ms), (row["computed_chunks"], row["loaded_chunks"])
@@ -139,7 +148,8 @@ def both(model, histories: list[int], arguments):
 
 
 def mixed(model, histories: list[int], arguments):
-    """08, prefill counted, on a device that is told to hold 6 GB (or half of a smaller model)."""
+    """Yield as `after_history` does, for 08 with 6 GB of device memory (or half of a smaller model), prefill
+    counted."""
     for context in histories:
         device = min(DEVICE, (2 + len(model.layers) // 2) * hybrid.sizes_of(model, 16).weights + 1)
         planner, bandwidth = hybrid.make_planner(model, SimpleNamespace(
@@ -150,7 +160,7 @@ def mixed(model, histories: list[int], arguments):
 
 
 def batch(model, context: int, planner, bandwidth):
-    """Of a batch under one policy; what is allowed is the ms of a decode step."""
+    """Yield one row: a batch under one policy. `allowed_ms` is the bound of a decode step."""
     runner = hybrid.make_runner(planner, model, bandwidth)
     prompts = [measure.draw(random.Random(number), model, context) for number in range(BATCH)]
     found = hybrid_blocks.answer(paged.Engine(runner, None, BATCH * context, BATCH), prompts, NEW)
@@ -160,12 +170,12 @@ def batch(model, context: int, planner, bandwidth):
 
 
 def copies(model, histories: list[int], arguments):
-    """GB/s of 64 MiB in both directions, from and to pinned and pageable memory."""
+    """Yield rows: GB/s of copies of 64 MiB in both directions, with pinned and with pageable host memory."""
     device = torch.empty(1 << 26, dtype=torch.uint8, device="cuda")
     for memory in "pinned", "pageable":
         host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=memory == "pinned")
         for way, to, out_of in ("load", device, host), ("save", host, device):
-            _, *seconds = timeit.repeat(partial(to.copy_, out_of), number=1, repeat=1 + arguments.rounds)  # each waits for its end
+            _, *seconds = timeit.repeat(partial(to.copy_, out_of), number=1, repeat=1 + arguments.rounds)  # each call blocks until the copy ends
             yield dict(memory=memory, way=way), [dict(gbps=measure.spread([to.nbytes / 1e9 / each for each in seconds]))]
 
 
@@ -175,12 +185,13 @@ PARTS = {  # function, seconds at most, geometry, tokens of its histories
     "larger": (after_history, 120, "llama2-13b", [4096]), "hybrid": (mixed, 150, "llama2-13b", [1024]), "copies": (copies, 30, "tiny", [1]),
 }  # fmt: skip
 JOBS = {part: (f"-m tools.gpu_report --part {part} --json {{path}}", limit) for part, (_, limit, *_) in PARTS.items()}
-JOBS["tests"] = "-m pytest tests/test_cuda.py", 120 if torch.cuda.is_available() else 600  # what Python runs, limit
+JOBS["tests"] = "-m pytest tests/test_cuda.py", 120 if torch.cuda.is_available() else 600  # arguments of Python, limit in seconds
 JOBS |= {path.stem: (f"{path.name} --demo --device cuda --json {{file}}", 60) for path in sorted(ROOT.glob("0[1-8]_*.py"))}
 
 
 def measured(arguments):
-    """Measure a part, in this process, and write each row. What fails says why, and the others go on."""
+    """Measure a part in this process, and write each row. A way that fails leaves a row with its error, and
+    the others run."""
     function, _, name, histories = PARTS[arguments.part]
     streams = importlib.import_module("tests.support.streams") if arguments.emulated else None
     name, histories, rows = *(("tiny", [192]) if streams else (arguments.model or name, arguments.histories or histories)), []
@@ -189,7 +200,7 @@ def measured(arguments):
         load = hybrid.load if function is mixed else checkpoint.load
         model, *_ = load(f"random:{name}:{max(histories) + 1024}", "bfloat16", "cuda")
         model.name = name
-        gc.freeze()  # so that a collection looks at engines alone
+        gc.freeze()  # a collection then looks at engines alone
         for same, cell in function(model, histories, arguments):
             try:
                 for row in cell:
@@ -205,7 +216,8 @@ def measured(arguments):
 
 
 def run(name: str, path: Path) -> dict:
-    """Run a part, and keep the code that it ended with (124: too late), its last line, seconds, and the rows of a demo."""
+    """Run a part as a process. Write its exit code (124: too late), its last line, its seconds, and the rows
+    of a demo."""
     (words, limit), began = JOBS[name], time.perf_counter()
     keep(path, name, code="cut short", rows=[])
     with tempfile.TemporaryDirectory() as folder:
@@ -220,11 +232,11 @@ def run(name: str, path: Path) -> dict:
 
 
 def keep(path: Path, name: str, **job) -> dict:
-    """Write what is known of a part by now, beside what was known -> all."""
+    """Update the file of results with the fields of a part, and write the page anew. Returns: all results."""
     found = json.loads(path.read_text()) if path.exists() else {}
     found[name] = dict(code="cut short", said="", seconds=0.0, rows=[]) | found.get(name, {}) | job
     (new := path.with_suffix(".new")).write_text(json.dumps(found, indent=1) + "\n")
-    new.replace(path)  # so that it is whole whenever this ends
+    new.replace(path)  # the file is whole even if this process is killed
     path.with_suffix(".md").write_text(page(path.stem, found))
     return found
 
@@ -245,11 +257,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=JOBS)
     parser.add_argument("--emulated", action="store_true")
-    parser.add_argument("--eager", action="store_true", help="ask without pieces, too")
-    parser.add_argument("--rounds", type=int, default=5, help="of all that is timed (5)")
-    parser.add_argument("--model", metavar="NAME", help="of random:NAME, in place of a part's own")
+    parser.add_argument("--eager", action="store_true", help="ask also without CUDA graphs")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each timed comparison (5)")
+    parser.add_argument("--model", metavar="NAME", help="geometry random:NAME, in place of the part's own")
     parser.add_argument("--histories", nargs="+", type=int, metavar="TOKENS")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # what one of the processes does
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # the part that this process measures
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     if arguments.part:
@@ -258,7 +270,7 @@ def main():
     names = arguments.only or [name for name in JOBS if name in (*PARTS, "tests") or not arguments.emulated]
     if device == "cpu":
         would = [f"  python {words} ({limit})" for words, limit in map(JOBS.get, names)]
-        return print("There is no GPU here; with one, this would run (at most so many seconds):", *would, sep="\n")
+        return print("There is no GPU here. With one, these would run (limit in seconds):", *would, sep="\n")
     path = arguments.json or measure.RESULTS / f"gpu-{device}.json"
     for name in names:
         job = run(name, path)[name]

@@ -1,13 +1,16 @@
-"""Chapters 05, 06 and 08 on paper: the platforms and models of HCache (EuroSys '25), Cake (ICML '25) and CAPTURE.
+"""Compute figures of HCache (EuroSys '25), Cake and CAPTURE by arithmetic, for their hardware and models.
 
     python -m tools.on_paper
 
-Costs follow from sizes, bandwidth and FLOP/s, and what they give stands beside what the paper prints. The share of a peak
-that products reach is calibrated: in HCache by the bandwidth at which projecting takes as long as loading hidden states
-(section 6.1.3), in Cake by what 14K tokens take (5.3; on an A100, as we take it), in CAPTURE as in HCache's 7B; others, and
-recomputing, are taken to reach the same. Of HCache's Figure 11 the text has ranges only; which GPU runs what is our choice.
+Costs follow from sizes, bandwidth and FLOP/s. Each result stands beside the number that the paper prints.
+Matrix products reach a share of the peak FLOP/s, which is calibrated. HCache: by the bandwidth at which
+projecting takes as long as loading hidden states (section 6.1.3). Cake: by the time to compute 14K tokens
+(5.3), on an A100, which is our assumption. CAPTURE: by the share of HCache's 7B. Other GPUs, and recomputing,
+are assumed to reach the same share. The text of HCache gives ranges for most of Figure 11; the pairs of GPU
+and model are our choice.
 
-Sources: HCache, Tables 2 and 3, sections 3.2, 4.1 and 6; Cake, sections 2.3, 3 and 5; CAPTURE, IV and V; NVIDIA's data sheets.
+Sources: HCache, Tables 2 and 3, sections 3.2, 4.1 and 6; Cake (the first version, under review), sections
+2.3, 3 and 5; CAPTURE, IV and V; NVIDIA's data sheets.
 """
 
 import importlib
@@ -21,15 +24,16 @@ from benchmarks.tables import plan as counts
 planned, hybrid = importlib.import_module("05_bubble_free"), importlib.import_module("08_hybrid_blocks")
 Costs = planned.LayerCosts
 
-# HCache, table 2: peak 16-bit FLOP/s of a GPU, and its link's bytes/s
+# HCache, table 2: name -> peak 16-bit FLOP/s of a GPU, bytes/s of its link
 PLATFORMS = {"a100": (312e12, 32e9), "a30": (165e12, 32e9), "4090": (330e12, 32e9), "l20": (120e12, 32e9), "h800": (990e12, 64e9)}
 PEAK, PCIE = PLATFORMS["a100"]
 SHARE_OF_PEAK = 4 * 4096**2 / (2 * 4096 / 24e9) / PEAK  # 63 %: projecting and loading are even at 24 GB/s
 H100, SSD = 989e12, 6.9e9  # FLOP/s; bytes/s, section 6.2.2
 TOKENS, LONGEST = 1024, 16384  # of a history, in HCache
-# Table 3: layers by recomputing, hidden states, K and V
+# Table 3: layers that are recomputed, restored from hidden states, and loaded as K and V
 PAPER = {"7B schedule": (0, 31, 1), "13B schedule": (0, 36, 4), "30B schedule": (8, 40, 0)}
-# Table 3's bytes of a token, K and V over HCache. It prints half of what 16 bits take: only ratios compare.
+# Table 3: bytes of a token as K and V over those of HCache. The paper prints half of the bytes of 16 bits:
+# compare ratios only.
 BYTES = {"7B": 256 / 132, "13B": 400 / 210, "30B": 672 / 280}
 OVER_KV = 1.33, 1.81  # speed of HCache over K and V, sections 6.2.1 and 6.2.2
 GPUS = {"7B": PLATFORMS, "13B": ("a100", "l20", "h800"), "30B": PLATFORMS}  # 13B does not fit into 24 GB
@@ -42,6 +46,8 @@ PROMPTS = 512, 1024, 1920  # tokens
 # 1. Costs, and HCache's plans ------------------------------------------------------------------
 
 class Model(NamedTuple):
+    """A model of HCache's evaluation and the GPUs that serve it."""
+
     name: str
     layers: int
     width: int
@@ -50,7 +56,8 @@ class Model(NamedTuple):
 
     @property
     def efficiency(self) -> float:
-        """The share of the A100s' peak with which that is so: 4 T D^2 operations while 2 T D bytes come."""
+        """The share of the A100s' peak at which both are balanced: 4 T D^2 operations in the time of 2 T D
+        bytes."""
         return 2 * self.width * self.balance / (self.gpus * PEAK)
 
 
@@ -59,24 +66,29 @@ SEVEN, THIRTEEN, THIRTY = MODELS
 
 
 def layer_flops(model: Model, tokens: float, attention: int = 1) -> float:
-    """Section 3.2. A token attends to half of the others on average, in scores and sum: `attention` 2; the paper counts 1."""
+    """Return the operations of a layer for `tokens` tokens (section 3.2). The T^2 D term has the factor
+    `attention`: 2 for scores and weighted sum, each over half of the tokens on average; the paper counts
+    1."""
     return 24 * tokens * model.width**2 + attention * tokens**2 * model.width
 
 
 def layer_costs(model: Model, tokens: int, peak: float, bandwidth: float) -> Costs:
-    """`peak`: FLOP/s of one GPU; `bandwidth`: bytes/s to all of them together."""
+    """Return the costs of a layer. `peak`: FLOP/s of one GPU; `bandwidth`: bytes/s to all GPUs together."""
     speed, states = model.efficiency * peak * model.gpus, tokens * 2 * model.width / bandwidth
     return Costs(layer_flops(model, tokens) / speed, 4 * tokens * model.width**2 / speed, states, 2 * states)
 
 
 def on_ssds(model: Model, each: int | None = None, tokens: int = TOKENS) -> Costs:
-    """On A100s with `each` SSDs for a GPU; by default the paper's server, four in all."""
+    """Return the costs of a layer on A100s with `each` SSDs for each GPU; by default the paper's server, with
+    four in all."""
     return layer_costs(model, tokens, PEAK, min((each or 4 // model.gpus) * SSD, PCIE) * model.gpus)
 
 
 def paper_seconds(plan: str, costs: Costs) -> float:
-    """As HCache counts, with all R computed whole and without a question: the longest of computing, of what follows the
-    first transfer of states, or the last one, and of the link."""
+    """Return the seconds of a plan as HCache counts them.
+
+    Recomputed layers are computed whole, and no question follows. The result is the longest of three times: all computing; loading and projecting the hidden states in a pipeline;
+    and the link."""
     recompute, hidden, kv = map(plan.count, "RHK")
     computing, loading = recompute * costs.recompute + hidden * costs.project, hidden * costs.load_states
     over_states = max(costs.load_states + hidden * costs.project, loading + costs.project) if hidden else 0.0
@@ -84,7 +96,8 @@ def paper_seconds(plan: str, costs: Costs) -> float:
 
 
 def restorations(layers: int, costs: Costs) -> tuple[str, dict[str, float]]:
-    """-> the paper's plan, and each method's seconds; of the naive mixes of R and K, the best one's."""
+    """Return the paper's plan, and method -> seconds. "naive" is the best mix of recomputed layers and K and
+    V."""
     plan = planned.closed_form(layers, costs)
     plans = {"HCache": plan, "KV": "K" * layers, "states": "H" * layers, "recomputing": "R" * layers}
     mixes = ["R" * recompute + "K" * (layers - recompute) for recompute in range(layers + 1)]
@@ -93,7 +106,9 @@ def restorations(layers: int, costs: Costs) -> tuple[str, dict[str, float]]:
 
 
 def ttft_gains(other: str, histories: list[int], new: int) -> list[float]:
-    """TTFT over HCache's, of each model behind each history on the paper's server: what comes back, then `new` tokens."""
+    """Return TTFT of method `other` over that of HCache on the paper's server, for each model and history.
+
+    TTFT is the restoration of a history plus the prefill of `new` tokens."""
     gains = []
     for model, tokens in product(MODELS, histories):
         _, seconds = restorations(model.layers, on_ssds(model, None, tokens))
@@ -104,9 +119,12 @@ def ttft_gains(other: str, histories: list[int], new: int) -> list[float]:
 
 
 def token_wise(costs: Costs, layers: int, tokens: int, step: int = 1) -> tuple[int, int]:
-    """Section 4.1.1's other division, with as many tokens projected as ends first, in multiples of `step`: in every layer those
-    before are recomputed, where projecting is the faster lane, or else those after them are loaded. A token is taken to cost
-    the same however many there are. Returns the first token that is projected, and the one after the last."""
+    """Divide by tokens (section 4.1.1): in each layer some are projected, the others recomputed or loaded.
+
+    If projecting is faster than loading hidden states, the tokens before the projected ones are recomputed;
+    else the tokens after them are loaded as K and V. The number of projected tokens is the multiple of `step`
+    that ends first. A token's cost is assumed not to depend on their number. Returns: the first projected
+    token, and the one after the last."""
     slower = costs.project + costs.question > costs.load_states
 
     def seconds(projected: int) -> float:
@@ -120,21 +138,22 @@ def token_wise(costs: Costs, layers: int, tokens: int, step: int = 1) -> tuple[i
 
 
 def over_plan(plan: str) -> float:
-    """Bytes of K and V over those of a plan."""
+    """Return the bytes of K and V in all layers over the bytes that a plan keeps."""
     return 2 * len(plan) / (plan.count("H") + 2 * plan.count("K"))
 
 
 def stored() -> list[float]:
-    """Table 3 by the closed form."""
+    """Return the ratio of bytes in Table 3 for each model, by the closed form."""
     return [over_plan(planned.closed_form(model.layers, on_ssds(model))) for model in MODELS]
 
 
 def copy_over_computing(tokens: int = 4096) -> float:
-    """70B on an H100, over 64 GB/s: K and V of 80 layers of 8 heads of 128 in 16 bits, over computing them."""
+    """Return the time to copy K and V over the time to compute them: a 70B on an H100, 64 GB/s, 16 bits, 80
+    layers with 8 KV heads of 128."""
     return 4 * 80 * 8 * 128 * tokens / PLATFORMS["h800"][1] / (2 * 70e9 * tokens / (SHARE_OF_PEAK * H100))
 
 
-# 2. What HCache prints: each yields titles, and (name, the paper's number or range, ours) -------
+# 2. HCache: each yields titles, and tuples (name, the paper's number or range, ours) -------
 
 def schedules():
     yield f"Table 3. Layers restored from hidden states. Four SSDs in all, {TOKENS:,} tokens"
@@ -148,7 +167,8 @@ def schedules():
 
 
 def gains(name: str, model: Model, costs: Costs, **papers):
-    """Speed of HCache over others."""
+    """Yield the speed of HCache over that of each method in `papers` (method -> the paper's number). Returns:
+    the seconds."""
     plan, seconds = restorations(model.layers, costs)
     for other, paper in papers.items():
         yield f"{model.name}, {name}, {counts(plan)}: over {other}", paper, seconds[other] / seconds["HCache"]
@@ -156,8 +176,8 @@ def gains(name: str, model: Model, costs: Costs, **papers):
 
 
 def gpus():
-    yield "Figure 11 a-c. GPUs, host memory behind the PCIe link of each: speed of HCache over others'"
-    single = {"7B, a30": 1.33, "13B, a100": 1.66, "13B, h800": 1.77}  # that 1.66 is the 13B's is our reading
+    yield "Figure 11 a-c. GPUs, host memory over the PCIe link of each: speed of HCache over other methods"
+    single = {"7B, a30": 1.33, "13B, a100": 1.66, "13B, h800": 1.77}  # the text does not say clearly that 1.66 is the 13B's
     for model in MODELS:
         for gpu in GPUS[model.name]:
             peak, pcie = PLATFORMS[gpu]
@@ -167,22 +187,22 @@ def gpus():
 
 
 def ssds():
-    yield "Figure 11 d-f. SSDs for each A100. Over KV the text says 1.7-2.6 of all, and 1.33-1.81 of more of them"
+    yield "Figure 11 d-f. SSDs for each A100. Over KV the text says 1.7-2.6 for all numbers, and 1.33-1.81 for more SSDs"
     for model in MODELS:
         for each in (1, 2, 3, 4):
             costs, over_kv, over_recomputing = on_ssds(model, each), (1.7, 2.6), (2.3, 6.1)
-            if costs.project > costs.load_states:  # our reading of "more"
+            if costs.project > costs.load_states:  # our reading of "more SSDs"
                 over_kv, over_recomputing = OVER_KV, (5.46, 6.08)
             if each == 1:
                 over_kv = 2.09, 2.66
             yield from gains(f"{each} each", model, costs, KV=over_kv, recomputing=over_recomputing)
-    yield "Figure 12. Speed of HCache over others. The text names no hardware; 3 each were chosen to meet the last row"
+    yield "Figure 12. Speed of HCache over other methods. The text names no hardware; 3 SSDs each were chosen to meet the last row"
     kv, naive, states = (1.45, 2.66), (1.28, 1.42), (1.35, 1.64)
     yield from gains("1 each", THIRTEEN, on_ssds(THIRTEEN, 1), KV=kv, naive=naive, states=states)
     yield from gains("4 each", SEVEN, on_ssds(SEVEN, 4), KV=kv, naive=naive)
     seconds = yield from gains("3 each", THIRTY, on_ssds(THIRTY, 3), KV=kv, naive=naive, states=states)
     yield "30B, 3 each: hidden states only over KV", 0.87, seconds["KV"] / seconds["states"]
-    yield "Figure 13a. 13B, one SSD: layers, or tokens, that come from hidden states; others are recomputed"
+    yield "Figure 13a. 13B, one SSD: layers, or tokens, restored from hidden states; the others are recomputed"
     costs = on_ssds(THIRTEEN, 1)
     first, last = token_wise(costs, THIRTEEN.layers, TOKENS)
     yield "13B, layers, closed form", 31, planned.closed_form(THIRTEEN.layers, costs).count("H")
@@ -201,13 +221,16 @@ def lengths():
 # 3. Cake ---------------------------------------------------------------------------------------
 
 TOKEN_BYTES = 2 * 2 * SEVEN.layers * SEVEN.width  # 16 bits; section 5.1 rounds it to 0.5 MB
-# Section 5.3: from 90 to 10 % of the GPU (an A100, as we take it), 14K tokens take 8.22 times as long, and 14.34 s longer
+# Section 5.3: with 10 instead of 90 % of the GPU (we assume an A100), 14K tokens take 8.22 times as long, and
+# 14.34 s more
 SECONDS_14K = 0.9 * 14.34 / (8.22 - 1)
 
 
 def cake_seconds(tokens, gbps, share=1.0, peak=PEAK) -> tuple[float, float, float, float]:
-    """Both pointers, 7B, on one GPU of which prefill has a `share` -> seconds to compute, to load, and until
-    they meet, and the share of tokens that is computed."""
+    """Run both pointers for a 7B on one GPU, of which prefill has a `share`.
+
+    Returns: seconds to compute all tokens, to load all, and until both meet; and the share of tokens that is
+    computed."""
     speed = share * peak / PEAK * layer_flops(SEVEN, 14e3, 2) / SECONDS_14K  # FLOP/s, for one layer
     linear, square = 24 * SEVEN.width**2 / speed, 2 * SEVEN.width / speed  # t tokens: linear t + square t^2
     load = 8 * TOKEN_BYTES / (gbps * 1e9)  # seconds a token
@@ -217,61 +240,71 @@ def cake_seconds(tokens, gbps, share=1.0, peak=PEAK) -> tuple[float, float, floa
 
 
 def less(*cell) -> tuple[float, float]:
-    """By how much TTFT of both is less than that of only computing, and of only loading."""
+    """Return by which share both ends reduce TTFT of computing alone, and of loading alone. `cell`: as for
+    `cake_seconds`."""
     computing, loading, both, _ = cake_seconds(*cell)
     return 1 - both / computing, 1 - both / loading
 
 
 def both_over(way: int) -> list[float]:
-    """TTFT of both over that of computing alone (0) or of loading alone (1): 2 to 10 Gbit/s, 10 to 90 % of an A100, as in appendix C."""
+    """Return TTFT of both ends over TTFT of computing alone (`way` 0) or loading alone (1), for the cells of
+    appendix C: 9K and 14K tokens, 2 to 10 Gbit/s, 10 to 90 % of an A100."""
     return [1 - less(*cell)[way] for cell in product((9e3, 14e3), (2, 5, 10), (0.1, 0.5, 0.9))]
 
 
 def cake():
-    yield "Equation 1: 4 times layers x width x bytes; K and V are two. Section 2.3: seconds"
+    yield "Equation 1 counts 4 x layers x width x bytes; K and V are 2 x. Section 2.3: seconds"
     kv = 2 * 2 * 80 * 8192 / 1e6
     yield "70B, MB a token, by equation 1", 2.5, 2 * kv
     yield "70B, MB a token, K and V (of 64 heads; it has 8, which is an eighth)", 2.5, kv
     yield "7B, seconds to compute 10K tokens on an A100", 1.0, cake_seconds(1e4, 1)[0]
-    yield "Figure 5a. 32K tokens, all of the GPU: TTFT of both is less by"
+    yield "Figure 5a. 32K tokens, the whole GPU: both ends reduce TTFT by"
     for gpu, peak, *papers in ("A100", PEAK, 0.935, 0.769, 0.315), ("H100", H100, 0.946, 0.802, 0.267):
         (_, slow), (computing, fast) = (less(32e3, gbps, 1.0, peak) for gbps in (2, 10))
-        yield f"{gpu}, only loading, 2 Gbit/s", papers[0], slow
-        yield f"{gpu}, only loading, 10 Gbit/s", papers[1], fast
-        yield f"{gpu}, only computing, 10 Gbit/s", papers[2], computing
-    yield "Figures 3 and 5b. 10 Gbit/s, all of an A100"
+        yield f"{gpu}, of loading alone, 2 Gbit/s", papers[0], slow
+        yield f"{gpu}, of loading alone, 10 Gbit/s", papers[1], fast
+        yield f"{gpu}, of computing alone, 10 Gbit/s", papers[2], computing
+    yield "Figures 3 and 5b. 10 Gbit/s, a whole A100"
     short, long = cake_seconds(2e3, 10), cake_seconds(32e3, 10)
     yield "32K tokens (5.2 names no length): share computed", 0.75, long[3]
     yield "share computed, less at 32K than at 2K by", 0.10, short[3] - long[3]
-    yield "TTFT over only computing, less at 32K by", 0.15, short[2] / short[0] - long[2] / long[0]
-    yield "Figures 6 and 8. 14K tokens, 10 to 90 % of a GPU (an A100, as we take it), 2 to 10 Gbit/s: TTFT of both is less by"
+    yield "TTFT over that of computing alone, less at 32K by", 0.15, short[2] / short[0] - long[2] / long[0]
+    yield "Figures 6 and 8. 14K tokens, 10 to 90 % of a GPU (we assume an A100), 2 to 10 Gbit/s: both ends reduce TTFT by"
     computing, loading = zip(*(less(14e3, gbps, share) for gbps in (2, 10) for share in (0.1, 0.9)))
-    yield "only computing, least", 0.053, min(computing)
-    yield "only computing, most", 0.681, max(computing)
-    yield "only loading, least", 0.274, min(loading)
-    yield "only loading, most", 0.937, max(loading)
-    yield "only loading, at 10 % of the GPU, most", 0.651, max(less(14e3, gbps, 0.1)[1] for gbps in (2, 10))
+    yield "of computing alone, least", 0.053, min(computing)
+    yield "of computing alone, most", 0.681, max(computing)
+    yield "of loading alone, least", 0.274, min(loading)
+    yield "of loading alone, most", 0.937, max(loading)
+    yield "of loading alone, at 10 % of the GPU, most", 0.651, max(less(14e3, gbps, 0.1)[1] for gbps in (2, 10))
 
 
 # 4. CAPTURE ------------------------------------------------------------------------------------
 
 def capture_lanes(name: str, tokens: int, batch: int = BATCH) -> dict[str, float]:
-    """Seconds of a layer in a decode step of a `batch` with `tokens` of context in all, on a 4090, as letters of `capture_seconds`."""
+    """Return the seconds of a layer in a decode step on a 4090, as arguments of `capture_seconds`.
+
+    `tokens`: of context, of all `batch` requests together."""
     (layers, width), (peak, pcie) = OPT[name], PLATFORMS["4090"]
     rate, weights, kv = SHARE_OF_PEAK * peak, 2 * 12 * width**2, tokens * 4 * width
-    device = max(0.0, DEVICE - 2 * weights) / layers  # beside two layers that come and go
+    device = max(0.0, DEVICE - 2 * weights) / layers  # beside two places for layers that come and go
     link = dict(W=weights / pcie, K=kv / pcie, M=min(device, weights + kv) / pcie)
     return dict(link, R=4 * tokens * width**2 / rate, B=2 * batch * 12 * width**2 / rate)
 
 
 def capture_seconds(W, K, R, B, M, act: float) -> float:
-    """The slower of two lanes: W weights, K all K and V, M what the device holds, as seconds of link; R rebuilding all, B the
-    new tokens' own products. `act`: the share of activations."""
+    """Return the seconds of the slower lane in a layer.
+
+    Seconds of the link: W the weights, K all K and V, M the bytes that the device holds. Seconds of the GPU:
+    R rebuilding all K and V, B the products of the new tokens. `act`: the share of the context that is kept
+    as activations."""
     return max(W + K - act * K / 2 - M, B + act * R)
 
 
 def capture_gains(name: str, prompt: int, mixes=range(1001)) -> tuple[float, float]:
-    """Prefill and NEW steps at half of the answer: the best of `mixes`, activations in a thousand, over none, and over all."""
+    """Return the throughput of the best of `mixes` over K and V only, and over activations only.
+
+    It counts prefill, and NEW decode steps with half of the answer in the context. `mixes`: activations in a
+    thousand."""
     lanes, rate = capture_lanes(name, BATCH * (prompt + NEW // 2)), SHARE_OF_PEAK * PLATFORMS["4090"][0]
     prefill = BATCH * layer_flops(Model(name, *OPT[name], 0), prompt, 2) / rate
     none, every, best = (prefill + NEW * min(capture_seconds(**lanes, act=share / 1000) for share in some)
@@ -280,19 +313,22 @@ def capture_gains(name: str, prompt: int, mixes=range(1001)) -> tuple[float, flo
 
 
 def capture_mean(way: int) -> list[float]:
-    """In geometric mean over models and prompts: over K and V only (0), over activations only (1)."""
+    """Return the gain in geometric mean over models and prompts, over K and V only (`way` 0) or activations
+    only (1)."""
     return [statistics.geometric_mean(capture_gains(*cell)[way] for cell in product(OPT, PROMPTS))]
 
 
 def capture_traffic(name: str, requests: int, context: int = 1024) -> float:
-    """Bytes of K and V over those of the best share of activations and K and V, decoding; weights left out, as in Figure 9."""
+    """Return the bytes of K and V only over those of the best mix, in a decode step, without weights (Figure
+    9)."""
     lanes = capture_lanes(name, requests * context, requests)
     best = min(range(1001), key=lambda share: capture_seconds(**lanes, act=share / 1000))
     return 1 / (1 - best / 2000)
 
 
 def capture_ratio(name: str) -> float:
-    """Algorithm 1 on that platform -> KV blocks to ACT blocks in host memory. A block is a token here."""
+    """Return the number of KV blocks over that of ACT blocks in host memory, by Algorithm 1. A block is a
+    token here."""
     (layers, width), lanes = OPT[name], capture_lanes(name, 1)
     act, kv = 2 * width * layers, 4 * width * layers
     on_device = max(0.0, DEVICE - 4 * 12 * width**2) / act
@@ -301,16 +337,16 @@ def capture_ratio(name: str) -> float:
 
 
 def capture():
-    yield "Section V-E. Bytes of KV to ACT in host memory by Algorithm 1. It grows with the width; the printed one falls"
+    yield "Section V-E. Bytes of KV to ACT in host memory by Algorithm 1. It grows with the width; the printed ratio falls"
     for name, paper in ("30B", 2.0), ("66B", 1.78):
         yield f"OPT-{name}", paper, 2 * capture_ratio(name)
-    yield "Figure 8. Our prompts, 512 to 1,920: over K and V only (the paper: over FlexGen), and activations only"
+    yield "Figure 8. Prompts of our choice, 512 to 1,920: over K and V only (the paper: over FlexGen), and activations only"
     for name, over_kv, over_act in ("6.7B", 2.05, 1.23), ("66B", 2.33, 1.40):
         kv, act = zip(*(capture_gains(name, prompt) for prompt in PROMPTS))
         for what, paper, ours in ("K and V", over_kv, kv), ("activations", over_act, act):
             yield f"OPT-{name}, over {what} only, least of the prompts", paper, min(ours)
             yield f"OPT-{name}, over {what} only, most", paper, max(ours)
-    yield "Table III. Prompts of 1,920, over activations only: as much memory of each kind (1:1), and all of CAPTURE"
+    yield "Table III. Prompts of 1,920, over activations only: equal memory for both kinds (1:1), and all of CAPTURE"
     for name, halves, whole in ("6.7B", 1.26, 1.26), ("13B", 1.34, 1.37), ("30B", 1.38, 1.61), ("66B", 1.39, 1.56):
         yield f"OPT-{name}, 1:1", halves, capture_gains(name, 1920, [667])[1]
         yield f"OPT-{name}, all", whole, capture_gains(name, 1920)[1]
@@ -322,8 +358,11 @@ PAPERS = {"HCache": (schedules, gpus, ssds, lengths), "Cake": (cake,), "CAPTURE"
 
 
 def judge(table: str, name: str, paper, ours: float) -> dict:
-    """Say whether `ours` agrees with `paper`: lies, in two digits, in its range (a tuple), within 5 % of its
-    number or, of layers (an int), within one; and how far it is from that number, or from the nearer end."""
+    """Judge whether `ours` agrees with `paper`. Returns: the row that `main` describes.
+
+    With two decimals it must lie in the paper's range (a tuple), within 5 % of a number (a float), or within
+    one of a number of layers (an int). `difference` is the distance to that number, or to the closer end of
+    the range."""
     low, high = paper if isinstance(paper, tuple) else (paper, paper)
     slack = {tuple: 0, int: 1}.get(type(paper), 0.05 * low)
     difference = ours - min(max(ours, low), high)

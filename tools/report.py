@@ -1,11 +1,12 @@
-"""What was measured, written into README.md and docs/measured.md.
+"""Write the results in benchmarks/results/ into README.md and docs/measured.md.
 
-    python -m tools.report              of one run of `python -m benchmarks --json benchmarks/results`
-    python -m tools.report --mixed      of several commits or machines too; the page says which
+    python -m tools.report              needs results of one run of `python -m benchmarks --json benchmarks/results`
+    python -m tools.report --mixed      also takes results of several commits or machines; the page names them
 
-A part of a page lies between the lines `<!-- begin NAME -->` and `<!-- end NAME -->`, where NAME is one of PARTS: most are what a
-benchmark prints at its end (`report` of benchmarks/NAME.py, of benchmarks/results/). A number inside of a line lies between
-`<!--NAME-->` and `<!---->`, where NAME is one of `headlines`. tools/check_docs.py names what is out of date.
+A part of a page stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->`. NAME is a key of
+PARTS; most parts are the tables that a benchmark prints at its end (`report` in benchmarks/NAME.py). A number
+inside a line stands between `<!--NAME-->` and `<!---->`. NAME is a key of `headlines`. tools/check_docs.py
+lists parts and numbers that are out of date.
 """
 import importlib
 import re
@@ -30,7 +31,7 @@ BENCHMARKS = "baseline", "engine", "planned", "variants", "outside", "both_ends"
 # 1. The parts ----------------------------------------------------------------------------------------------------
 
 def headlines(results: dict) -> dict[str, str]:
-    """Return the numbers that prose on the pages has, by name; ABSENT for one that these results lack."""
+    """Return the numbers for the prose of the pages, name -> text; ABSENT if these results lack it."""
     def first(file: str, claim: str, model: str, **wanted) -> dict:
         return rows(results[f"{file}-cpu"]["found"], claim, model=model, **wanted)[0]
 
@@ -71,13 +72,13 @@ def headlines(results: dict) -> dict[str, str]:
 
 
 def claims(results: dict) -> str:
-    """Each claim in one row, what was missed first."""
+    """Return the table of claims, missed claims first."""
     found = sorted(table(results, paper=on_paper), key=lambda row: "missed" not in row[-1])
     return f"{sum(row[-1] == 'met' for row in found)} of {len(found)} claims are met.\n\n" + markdown(HEADER, found)
 
 
 def runs(results: dict) -> dict[str, dict]:
-    """-> of which commit and on what -> the commands that were measured so, by their files."""
+    """Group results by commit and machine. Returns: their description -> {result file: command}."""
     found: dict[str, dict] = {}
     for name, file in results.items():
         if name.endswith("-cpu"):
@@ -87,13 +88,13 @@ def runs(results: dict) -> dict[str, dict]:
 
 
 def mixed(results: dict) -> str:
-    """-> what is wrong, if the results are of several commits or machines."""
+    """Return a sentence that names the runs if the results are of several commits or machines; else empty."""
     apart = [f"{run}: {', '.join(commands)}" for run, commands in runs(results).items()]
     return f"the results are not of one run: {'; '.join(apart)}" if len(apart) > 1 else ""
 
 
 def conditions(results: dict) -> str:
-    """Of which code and on what the numbers were measured, and how to measure them again."""
+    """Return a sentence for each run: the command, the commit and the machine."""
     whole = not mixed(results) and all(re.fullmatch(r"python -m benchmarks\.\w+( --json \S+)?", file["command"])
                                        for name, file in results.items() if name.endswith("-cpu"))  # fmt: skip
     by = {run: "python -m benchmarks" if whole else "`, `".join(commands.values()) for run, commands in runs(results).items()}
@@ -101,7 +102,8 @@ def conditions(results: dict) -> str:
 
 
 def gpu(results: dict, everything: bool = True) -> str:
-    """Of each GPU what `python -m tools.gpu_report` has found; of docs/measured.md, what comes back."""
+    """Return the tables of each GPU's results by `python -m tools.gpu_report`. docs/measured.md has the first
+    one alone (`everything` False)."""
     parts = []
     for name, found in results.items():
         if not name.startswith("gpu-"):
@@ -112,9 +114,9 @@ def gpu(results: dict, everything: bool = True) -> str:
         back, beside = (grouped([row for row in every if what in row], ("way",), "column") for what in ("ttft_ms", "tbt_ms"))
         copies = grouped(found.get("copies", {"rows": []})["rows"], ("memory",), "way")
         shown = [
-            ("TTFT of a question behind a history that the device has lost, of what is allowed; kernels that were launched.",
+            ("TTFT of a question behind a history that the device has evicted, TTFT that arithmetic allows, and launched kernels.",
              {"way": "{way}", **across(back, {"": "{ttft_ms:ms}{least}; {kernels:,}"})}, back),
-            ("TBT of eight while a short prompt is answered beside them, and how many times as long while that question is.",
+            ("TBT of eight requests beside a short prompt, and its ratio while that question is answered beside them.",
              {"way": "{way}", **across(beside, {"": "{tbt_ms:ms}; {over_alone:spread}"})}, beside),
             ("GB/s of 64 MiB.", {"host memory": "{memory}", **across(copies, {"": "{gbps:spread}"})}, copies)]
         parts += [f"`{name}`:", *(tables.table(*each) for each in shown[: None if everything else 1])]
@@ -122,6 +124,7 @@ def gpu(results: dict, everything: bool = True) -> str:
 
 
 def measured(benchmark: str, results: dict) -> str:
+    """Return the tables of a benchmark by its CPU results."""
     if f"{benchmark}-cpu" not in results:
         return "Not measured yet."
     return importlib.import_module(f"benchmarks.{benchmark}").report(results[f"{benchmark}-cpu"]["found"])
@@ -134,7 +137,8 @@ PARTS = {"conditions": conditions, "claims": claims, "gpu": partial(gpu, everyth
 # 2. Pages --------------------------------------------------------------------------------------------------------
 
 def written(page: str, results: dict) -> str:
-    """The text of a page, its parts and numbers made anew. Raises ValueError at a marker without its other half, or of nothing."""
+    """Return the text of a page with new parts and numbers. Raises ValueError for an unpaired marker or an
+    unknown name."""
     if mark := re.search(r"<!--.*?-->", NUMBER.sub("", PART.sub("", page))):
         raise ValueError(f"the marker {mark[0]} has no other half")
     made = {**PARTS, **{name: lambda _, figure=figure: figure for name, figure in headlines(results).items()}}
@@ -149,7 +153,7 @@ def written(page: str, results: dict) -> str:
 
 
 def out_of_date(page: str, results: dict) -> list[str]:
-    """The names of what is not what the results say."""
+    """Return the names of the parts and numbers of a page that differ from the results."""
     then, now = ([*PART.findall(text), *NUMBER.findall(text)] for text in (page, written(page, results)))
     return [name for (name, said), (_, says) in zip(then, now) if said != says]
 
