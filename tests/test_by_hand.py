@@ -12,8 +12,9 @@ planned, costs = by_hand.planned, st.integers(1, 12).map(float)
 
 
 @pytest.mark.parametrize("lesson, right", [
-    ("03_cpu_offload", "= 14 ms"), ("04_hidden_state_cache", "|rrq.11q."), ("05_bubble_free", "RHHKKK       17"),
-    ("06_bidirectional", "storage |8888")])  # fmt: skip
+    ("02_paged_kv", "entry 2"), ("03_cpu_offload", "- match -"), ("03_cpu_offload", "= 14 ms"),
+    ("04_hidden_state_cache", "|rrq.11q."), ("05_bubble_free", "RHHKKK       17"),
+    ("06_bidirectional", "storage |8888"), ("07_tiered_storage", "[p5: L2 L3]")])  # fmt: skip
 def test_a_lesson_shows_word_for_word_what_its_commands_print(lesson, right):
     page = check_docs.LESSONS / f"{lesson}.md"
     text = page.read_text(encoding="utf-8")

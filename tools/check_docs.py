@@ -3,7 +3,7 @@
     python -m tools.check_docs          name what is not, and exit with 1
 
 Checked: the generated tables; every option of every chapter, with its default; that each chapter takes the commands that
-are shown, and what a lesson shows of tools.by_hand; links and files; names of code, where a page says in which file they
+are shown, and what a lesson shows of tools.by_hand and tools.figure; links and files; names of code, where a page says in which file they
 are. What a lesson shows of a demo is compared by tests/test_demos.py, which runs them.
 """
 
@@ -18,12 +18,13 @@ from itertools import product
 from pathlib import Path
 
 from shell import cli
-from tools import by_hand, exercise, report
+from tools import by_hand, exercise, figure, report
 
 ROOT = exercise.ROOT
 LESSONS, REFERENCE = ROOT / "docs/lessons", ROOT / "docs/reference.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "models/classroom/README.md"]
 CHAPTERS = sorted(path.stem for path in ROOT.glob("0[1-9]_*.py"))
+DRAWINGS = {"tools.by_hand": by_hand.printed, "tools.figure": figure.printed}
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.M | re.S)
 
 # 1. What pages and chapters hold ----------------------------------------------------------------------------
@@ -125,10 +126,10 @@ def described_options(page: Path, text: str):
 def shown_commands(page: Path, text: str):
     for program, *words in commands(text):
         said = f"python {program} {' '.join(words)}"
-        chapter, hand = re.fullmatch(r"(0[1-9]\w*)\.py", program), words[:1] == ["tools.by_hand"]
-        if chapter or hand:
+        chapter, drawing = re.fullmatch(r"(0[1-9]\w*)\.py", program), DRAWINGS.get(words[0] if words else "")
+        if chapter or drawing:
             try:
-                by_hand.printed(words[1:]) if hand else parser(chapter[1]).parse_args(words)
+                drawing(words[1:]) if drawing else parser(chapter[1]).parse_args(words)
             except (SystemExit, ImportError, argparse.ArgumentError) as error:
                 yield f"{said}: {error}"
         elif program == "-m" and re.match(r"(benchmarks|examples|models|tests|tools)\.(?!NAME)", words[0]):
@@ -168,12 +169,12 @@ def names(page: Path, text: str):
 
 
 def numbers_by_hand(page: Path, text: str):
-    """What stands behind a command of tools.by_hand is what it prints; a line `...` stands for any lines."""
-    for block in re.findall(r"^```console\n(\$ python -m tools\.by_hand .*?)^```$", text, re.M | re.S):
-        for command, shown in re.findall(r"^\$ python -m tools\.by_hand (.*)\n((?:[^$].*\n|\n)*)", block, re.M):
-            pattern = ".*".join(map(re.escape, re.split(r"^\.\.\.\n", shown, flags=re.M)))
-            if not re.fullmatch(pattern, by_hand.printed(command.split()) + "\n", re.S):
-                yield f"tools.by_hand {command} prints something else"
+    """The lines under a command of tools.by_hand or tools.figure are its output; `...` stands for any lines."""
+    for block in re.findall(r"^```console\n(\$ python -m tools\.(?:by_hand|figure) .*?)^```$", text, re.M | re.S):
+        for command, shown in re.findall(r"^\$ python -m (.*)\n((?:[^$].*\n|\n)*)", block, re.M):
+            (program, *words), pattern = command.split(), ".*".join(map(re.escape, re.split(r"^\.\.\.\n", shown, flags=re.M)))
+            if not re.fullmatch(pattern, DRAWINGS[program](words) + "\n", re.S):
+                yield f"{command} prints something else"
 
 
 def pasted() -> dict[str, str]:
