@@ -148,7 +148,7 @@ def test_an_allocation_that_fails_is_one_sentence_that_says_what_to_make_smaller
     monkeypatch.setattr(*where, allocate)
     for words in ["--prompt", "Hello"], ["--demo"], ["--port", "0"]:
         line = refused_here(monkeypatch, capsys, *TINY, *words)
-        assert line == "stub: Memory is short here; make --model smaller, or take a 16-bit --dtype."
+        assert line == "stub: There is not enough memory; make --model smaller, or choose a 16-bit --dtype."
 
 
 def test_a_port_in_use_is_told_before_the_model_is_looked_for(monkeypatch, capsys):

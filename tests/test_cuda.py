@@ -331,7 +331,7 @@ def test_a_link_whose_kernels_copy_wrongly_leaves_blocks_to_the_copy_engine(gpu,
         assert oracle["hybrid" if cache == "hybrid" else "host"].judge(request) != "wrong"
     assert engine.counts["failed_restorations"] == 0 and (cache == "hybrid" or request.cached_tokens >= 160)
     (line,) = filter(None, capsys.readouterr().err.splitlines())
-    assert line.startswith("No kernel copies between host memory and the GPU (") and "one by one" in line
+    assert line.startswith("The kernel cannot copy between host memory and the GPU (") and "one by one" in line
     links = engine.runner if cache == "hybrid" else engine.lower_tier.cache
     assert links.load_link.backend == links.save_link.backend == "direct"
 

@@ -76,7 +76,7 @@ def plain_folder(request, tmp_path_factory):
 def test_a_demo_asks_a_model_that_knows_no_roles_and_a_slow_one_about_less(chapter, plain_folder, monkeypatch, capsys):
     monkeypatch.setattr(lesson, "SECONDS", 1e-6)
     run_until_compared(chapter, monkeypatch, "--model", str(plain_folder))
-    assert ("Of 2048 tokens of context 512 are used" in capsys.readouterr().out) == (chapter[:2] != "08"), "all are short"
+    assert ("Of 2048 tokens of context, 512 are used" in capsys.readouterr().out) == (chapter[:2] != "08"), "all are short"
 
 
 @pytest.mark.parametrize("chapter", ["03_cpu_offload", "04_hidden_state_cache", "06_bidirectional", "07_tiered_storage"])

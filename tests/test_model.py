@@ -308,7 +308,7 @@ def test_a_published_config_gives_the_tokens_of_transformers(name, fields, tmp_p
     (tmp_path / "config.json").write_text(json.dumps(raw))
     ours, theirs = load(tmp_path).model, reference_model(str(tmp_path), torch.float32)
     assert ours.config.max_position_embeddings == SLIDING.get(name, raw.get("max_position_embeddings", 2048))
-    assert ("slides" in capsys.readouterr().err) == (name in SLIDING)
+    assert ("uses a window" in capsys.readouterr().err) == (name in SLIDING)
     prompt = random_prompt(40)
     assert answer(ours, prompt, 20).new == reference_tokens(theirs, prompt, 20)
     torch.testing.assert_close(rotary_frequencies(ours.config), theirs.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)

@@ -164,7 +164,7 @@ def test_the_page_shows_pools_requests_and_why_each_finished_one_was_restored_or
 def test_evict_empties_a_pool_and_a_server_that_is_gone_is_told_until_it_is_back(browser, client):
     client.ask("/generate", ASK)
     with page_of(browser, client) as page:
-        page.get_by_label("Evict what is cached in device memory").press("Enter")
+        page.get_by_label("Evict the cached blocks in device memory").press("Enter")
         playwright.expect(page.locator("#evicted")).to_have_text("2 blocks evicted from device memory.")
         playwright.expect(page.locator(".pool canvas").first).to_have_attribute(
             "aria-label", "device memory: free 40, cached 0, reserved 0, in use 0, shared 0, in flight 0")

@@ -219,8 +219,8 @@ def test_the_environment_says_which_rank_this_is_or_a_sentence_what_is_wrong(giv
 
 
 @pytest.mark.parametrize("how, words", [
-    ("killed", "Rank 1 was killed by signal 9; so have all."),
-    ("failed", "Rank 1 has ended (AssertionError: something went wrong here); so have all."),
+    ("killed", "Rank 1 was killed by signal 9; all ranks end."),
+    ("failed", "Rank 1 has ended (AssertionError: something went wrong here); all ranks end."),
 ])  # fmt: skip
 def test_when_a_rank_has_ended_all_end_with_a_sentence(how, words, tmp_path):
     done = scenario(tmp_path, 2, how)
@@ -231,7 +231,7 @@ def test_when_a_rank_has_ended_all_end_with_a_sentence(how, words, tmp_path):
 @pytest.mark.parametrize("words, environment, sentence", [
     (["--model", "/nonexistent"], {}, "No model"),
     (["--ranks", 2], dict(RANK="0", WORLD_SIZE="1"), "Ranks cannot start from RANK=0, WORLD_SIZE=1, --ranks 2: "),
-    (["--prompt", "Hi"], dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="taken"), "The ranks have not met ("),
+    (["--prompt", "Hi"], dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="taken"), "The ranks could not connect ("),
 ])
 def test_what_cannot_start_is_one_sentence(words, environment, sentence, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -320,7 +320,7 @@ def test_who_may_ask_and_who_may_change_something(client, bound, host, asking, c
     replies["/evict"] = app.post("/evict", json=dict(tier="host"), **options)
     assert {route: reply.status_code for route, reply in replies.items()} == expected
     assert all(reply.headers["X-Frame-Options"] == "DENY" for reply in replies.values())
-    words = "Pages from elsewhere" if "HTTP_ORIGIN" in asking else "this machine only" if reads == 200 else "--host"
+    words = "Pages of other sites" if "HTTP_ORIGIN" in asking else "from this machine only" if reads == 200 else "--host"
     assert changes == 200 or words in sentence(replies["/evict"].json["error"])
 
 
