@@ -1,4 +1,4 @@
-"""What benchmarks measure, on small models: what is kept comes back, and rows are what they say."""
+"""Benchmarks on small models: their Caches restore the right tokens, and their rows hold what they claim."""
 
 import argparse
 import json
@@ -40,7 +40,9 @@ PROMPT = draw(random.Random(3), HISTORY + 40)
 
 
 def goes_on(cache, pools=("device",)):
-    """Ask, evict, and go on behind the same history, twice -> the last request; all as chapter 01 answers."""
+    """Ask, then twice evict `pools` and ask again after the same history. Every answer must equal chapter 01's.
+
+    Returns: the last request."""
     engine = make(cache, 64)
     first, rng = ask(engine, PROMPT), random.Random(4)
     assert ORACLE.judge(first) == "equal"
@@ -65,7 +67,7 @@ def test_what_is_saved_in_another_way_comes_back(kind):
 
 def test_direct_saving_copies_each_run_and_layer_and_writes_it_where_the_block_is():
     engine = make(cache := variants.Direct(32, BANDWIDTH), 64)
-    ask(engine, PROMPT[:14], 3)  # and 2 tokens that are decoded, each in a step of its own
+    ask(engine, PROMPT[:14], 3)  # 2 more tokens are decoded, one per step
     wait_until_idle(engine)
     assert cache.counts["copies_out"] == 3 * len(cache.store.parts)
     (full,) = cache.store.pool.block_of.values()
@@ -84,7 +86,7 @@ def test_divided_tokens_come_back(first, last):
     config, size = cache.model.config, cache.model.dtype.itemsize
     kv = config.kv_numbers_per_token // 3 * size * (HISTORY - last // 16 * 16)  # whole blocks
     states = (last - first) * config.hidden_size * size
-    assert cache.counts["bytes_in"] == 2 * 2 * (kv + states), "of two layers, twice"
+    assert cache.counts["bytes_in"] == 2 * 2 * (kv + states), "the bytes of two layers, restored twice"
 
 
 def test_the_naive_plan_is_the_best_without_hidden_states():
@@ -114,7 +116,7 @@ SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=5, SAID=(20, 150), DOCUMENTS=
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch):
-    """Engines step on the thread that loads the weights, as the product does it: else PyTorch starts its threads twice."""
+    """Check that engines step on the thread that loads the weights, as a server's do. Else PyTorch starts a second set of threads."""
     plain, stepped = engines.paged.Engine.step, set()
     monkeypatch.setattr(engines.paged.Engine, "step", lambda own: stepped.add(threading.current_thread()) or plain(own))
     yield stepped
@@ -123,7 +125,7 @@ def threads(monkeypatch):
 
 @pytest.fixture
 def bench(monkeypatch):
-    """Short, and whatever is offered is restored, however fast this machine computes."""
+    """A short benchmark in which every match is restored, however fast this machine computes."""
     for name, value in SHORT.items():
         monkeypatch.setattr(outside, name, value)
     monkeypatch.setattr(outside, "draw", lambda rng, model, tokens: draw(rng, tokens))
@@ -140,11 +142,11 @@ def test_in_conversations_almost_all_that_was_there_is_found(bench):
         for name in ("04", "05", "06", "07"):
             assert systems[name]["restored"] and systems[name]["found"] > systems["02"]["found"]
         for name in ("03", "04", "05"):
-            assert systems[name]["found"] > 0.9 * row["could_be_found"], "all full blocks"
+            assert systems[name]["found"] > 0.9 * row["could_be_found"], "all full blocks are found"
 
 
 def test_later_rounds_of_sessions_are_all_accounted_for(bench):
-    bench.bandwidth = BANDWIDTH  # what is kept has left before the next round
+    bench.bandwidth = BANDWIDTH  # a fast link: saves complete before the next round
     rows = {row["system"]: row for row in outside.sessions(bench, 2)}
     for name, row in rows.items():
         samples = [row[what]["samples"] for what in ("ttft_ms", "tbt_ms", "over_03")]
@@ -187,7 +189,7 @@ def test_a_cell_of_the_grid_says_what_was_loaded_and_how_far_the_bound_is(wider)
 
 
 def counted(part: str, read, **row) -> bool:
-    """Whether a claim takes a row to have exercised something."""
+    """Return True if a claim accepts a row as evidence that its mechanism ran."""
     return bool(read("", lambda row: 1.0)([dict(claim=part, model="m", rows=[row])]))
 
 
@@ -203,7 +205,7 @@ def test_a_row_whose_storage_was_not_as_slow_as_it_says_says_nothing(measured, c
 
 
 def test_a_hit_in_host_memory_is_found_whole_also_after_a_slow_link(wider, monkeypatch):
-    """A link 50 times slower is declined, and then nobody believes any more that it is slow."""
+    """A link that is 50 times slower is declined. After that the engine no longer believes that the link is slow."""
     monkeypatch.setattr(tiered.hardware, "bandwidth", lambda model: Bandwidth(1e7))
     monkeypatch.setattr(estimates.Estimates, "seconds_to_compute", lambda own, start, end: 2e-3 * (end - start))
     rows = tiered.admission(wider, argparse.Namespace(rounds=3), histories=(128,))
@@ -228,14 +230,14 @@ def test_steps_of_a_computed_history_are_timed_one_by_one_beside_what_brings_its
     (row,) = both_ends.steps(wider, argparse.Namespace(rounds=2))
     assert row["history_tokens"] == 224 and len(row["steps_ms"]) == 7 and len(row["mbps"]) == 3
     for step, total in zip(zip(*(step["samples"] for step in row["steps_ms"])), row["mbps"]["computing"]["samples"]):
-        assert sum(step) <= row["bytes"] / 1e3 / total * 1.001, "all of them, and what is between two"
+        assert sum(step) <= row["bytes"] / 1e3 / total * 1.001, "the total covers all steps and the time between them"
 
 
 # 4. A GPU --------------------------------------------------------------------------------------
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
 def test_every_part_of_the_report_of_a_gpu_runs_on_the_emulated_one(monkeypatch, tmp_path):
-    """One way fails; 07 has two ways of copying."""
+    """One row fails (07, direct), and the others are complete; chapter 07 has two ways of copying."""
     eager, file, tiered, forward = set(), tmp_path / "gpu-emulated.json", engines.tiers.TieredCache, engines.paged.Runner.forward
     for owner, name, value in ((machine, "PAUSE", 0.0), *((gpu_report, *pair) for pair in dict(OTHERS=2, BATCH=4, NEW=2).items())):
         monkeypatch.setattr(owner, name, value)

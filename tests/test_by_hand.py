@@ -1,4 +1,4 @@
-"""Numbers by hand: lessons show what the tool prints, and that is what the chapters count."""
+"""tools/by_hand.py: lessons show its output, and its numbers are those that the chapters' code gives."""
 
 import xml.etree.ElementTree as xml
 

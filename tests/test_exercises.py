@@ -15,11 +15,11 @@ WRONG = [  # chapter, what is in it, what a student writes instead, of what the 
     ("02", "= request.computed // self.pool.block_size\n", "= request.computed // self.pool.block_size - 1\n", "Not all full blocks"),
     ("02", "            self.block_keys.use(chain)\n        for", "            pass\n        for", "An answer's blocks are not"),
     ("03", "                yield transfer\n                restoration.layers += 1",
-     "                restoration.layers += 1\n            yield transfer", "a layer is computed when its history is there"),
+     "                restoration.layers += 1\n            yield transfer", "a layer is computed only after its history has arrived"),
     ("03", "                yield transfer\n                restoration.layers += 1",
      "                yield transfer\n            restoration.layers = len(transfers)", "and late"),
     ("03", "            self.saving.update(zip(block_keys, host_blocks))", "            self.saving.update(zip(block_keys, host_blocks))\n"
-     "            [*map(self.host.register, host_blocks, block_keys)]", "nothing is registered before it has arrived"),
+     "            [*map(self.host.register, host_blocks, block_keys)]", "a block is not registered before its copy has arrived"),
     ("03", "block_keys[: -(-link.measured_from // size)]", "block_keys", "holds its blocks for too long"),
     ("03", "make_room(len(block_keys), own, used)", "make_room(len(block_keys), own)", "was used later"),
     ("03", "        request.timeline.add(\"save\", transfer.label, *transfer.span())\n", "", "a save is in its request's timeline"),
