@@ -1,12 +1,12 @@
-"""The exercises: the chapters solve them, and what a student would do wrongly is caught, with the right sentence."""
+"""The exercises: the chapters' own code solves them, and the judge finds typical errors and prints the right sentence."""
 
 import pytest
 
 from tests.support import forked  # noqa: F401  judges are forked from a process that has imported what takes long
 from tools import exercise
 
-SECONDS = 300  # the machine may be busy
-WRONG = [  # chapter, what is in it, what a student writes instead, of what the judge speaks
+SECONDS = 300  # long, since the machine may be busy
+WRONG = [  # (chapter, its code, wrong code of a student, part of the judge's sentence)
     ("01", "torch.arange(start, start + len(tokens), ", "torch.arange(len(tokens), ", "at its own position"),
     ("01", "model.logits(hidden[-1:])", "model.logits(hidden[:1])", "Chunks give another answer"),
     ("01", "= v.transpose(0, 1)  # [KVH, T, hd]", "= k.transpose(0, 1)", "not with `transformers`"),
@@ -28,9 +28,9 @@ WRONG = [  # chapter, what is in it, what a student writes instead, of what the 
     ("04", "slots, v)\n\n    def record_spans", "slots, k)\n\n    def record_spans", "restored tokens are those that were computed"),
     ("04", "            given = [(self.store.pool, loading.blocks)]\n", "            given = []\n", "references are left"),
     ("04", "        finally:\n            links", "        except ValueError:\n            1\n        else:\n            links", "may be closed at any"),
-    ("04-saving", '        self.hold("save", [job], ', '        self.hold("save", [transfer], ', "until their rows are there"),
+    ("04-saving", '        self.hold("save", [job], ', '        self.hold("save", [transfer], ', "until their rows are written"),
     ("04-saving", "(self.head + numpy.concatenate([piece.rows for piece in pieces])) % self.ring", "self.head + numpy.concatenate([piece.rows for piece in pieces])", "the buffer is a ring"),
-    ("04-saving", "take_snapshot(states)\n", "take_snapshot(states)\n        transfer.wait()\n", "a step waits for no save"),
+    ("04-saving", "take_snapshot(states)\n", "take_snapshot(states)\n        transfer.wait()\n", "a step does not wait for a save"),
     ("05", '("H", costs.load_states), ("K", costs.load_kv)', '("K", costs.load_kv), ("H", costs.load_states)', "all H, then all K"),
     ("05", " else 0.0) + costs.question", " else 0.0)", "the question passes that layer"),
     ("05", "            yield loading.transfers[layer]\n        elif", "            pass\n        elif", "waited for"),
@@ -39,7 +39,7 @@ WRONG = [  # chapter, what is in it, what a student writes instead, of what the 
     ("06", "        yield read\n", "", "when it has arrived"),
     ("07", "                upper.parent.children[upper.pages[0]] = upper\n", "", "dictionary of pages"),
     ("07", "upper.pages and len(upper.children) == 1 and upper.state == node.state", "False", "one span, not two"),
-    ("08", "host - weights - (act * act_init + kv * kv_init)", "host - weights", "all of the memory is divided"),
+    ("08", "host - weights - (act * act_init + kv * kv_init)", "host - weights", "the blocks fill the memory"),
     ("08", "if held + item.end / 2 > even or held", "if held", "few, and about even"),
     ("08", "        if kv_copy:\n            await_transfer(kv_copy)\n", "", "not waited for"),
     ("09", '"o_proj" in name or "down_proj" in name', '"down_proj" in name', "do not make up the model"),
