@@ -43,7 +43,7 @@ WRONG = [  # (chapter, its code, wrong code of a student, part of the judge's se
     ("08", "if held + item.end / 2 > even or held", "if held", "few, and about even"),
     ("08", "        if kv_copy:\n            await_transfer(kv_copy)\n", "", "not waited for"),
     ("09", '"o_proj" in name or "down_proj" in name', '"down_proj" in name', "do not make up the model"),
-    ("09", "FAILED if self.own.error is not None else ARRIVED +", "ARRIVED +", "a copy that failed has not arrived"),
+    ("09", "FAILED if self.own.error is not None else ARRIVED +", "ARRIVED +", "a failed copy does not count as arrived"),
     ("09", "if self.last and not agree(until[self.restoration] > 0):", "if until[self.restoration] == 0:",
      "behind the last layer"),
 ]  # fmt: skip
