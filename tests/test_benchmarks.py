@@ -1,4 +1,4 @@
-"""Benchmarks on small models: their Caches restore the right tokens, and their rows hold what they claim."""
+"""Benchmarks on small models: their Caches restore the right tokens, and their rows have the right contents."""
 
 import argparse
 import json
@@ -116,7 +116,9 @@ SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=5, SAID=(20, 150), DOCUMENTS=
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch):
-    """Check that engines step on the thread that loads the weights, as a server's do. Else PyTorch starts a second set of threads."""
+    """Check that engines step on the thread that loads the weights, as a server's do.
+
+    Else PyTorch starts a second set of threads."""
     plain, stepped = engines.paged.Engine.step, set()
     monkeypatch.setattr(engines.paged.Engine, "step", lambda own: stepped.add(threading.current_thread()) or plain(own))
     yield stepped

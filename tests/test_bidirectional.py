@@ -51,7 +51,9 @@ class Storage(both_ends.ModelledStorage):
 
 
 def engine_for(storage=None, budget: int = 64, memory=1e6, **options):
-    """Return (engine, its cache, its storage). The storage holds the chunks of PROMPT; the device holds none of them."""
+    """Return (engine, its cache, its storage).
+
+    The storage holds the chunks of PROMPT; the device holds none of them."""
     storage = storage or Storage()
     cache = both_ends.BidirectionalCache(StoredChunks(storage), memory=memory, **options)
     engine = make(cache, 96, token_budget=budget)

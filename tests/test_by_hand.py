@@ -1,4 +1,4 @@
-"""tools/by_hand.py: lessons show its output, and its numbers are those that the chapters' code gives."""
+"""tools/by_hand.py: lessons show its output, and its numbers equal those of the chapters' code."""
 
 import xml.etree.ElementTree as xml
 

@@ -1,4 +1,4 @@
-"""The contract of every Cache (common/cache.py): tokens equal chapter 01's even after failures, and nothing is left behind.
+"""The contract of every Cache (common/cache.py): tokens equal chapter 01's, even after failures, and nothing is left.
 
     pytest tests/test_cache_contract.py                                # the chapters' Caches
     pytest tests/test_cache_contract.py --cache my_cache:MyCache       # your own, called as MyCache(blocks, bytes/s)

@@ -154,7 +154,9 @@ def test_without_network_a_hub_model_is_taken_from_the_cache_or_refused_in_one_s
 
 @pytest.fixture
 def hub(folder, tmp_path, monkeypatch):
-    """A fake hub on which every model is `folder`. `asked`: names of requested models. `sent`: names of downloaded files."""
+    """A fake hub on which every model is `folder`.
+
+    `asked`: names of requested models. `sent`: names of downloaded files."""
     import huggingface_hub
     hub = Mock(asked=set(), sent=[], cache=tmp_path / "0123abc")
     hub.cache.mkdir()
@@ -245,7 +247,9 @@ def test_every_weight_is_that_of_the_file(dtype, options, tmp_path):
 
 @pytest.mark.parametrize("kept", ["model-00009-of-00009.safetensors", "model.safetensors"])
 def test_a_tensor_is_taken_from_the_file_that_the_index_names(kept, tmp_path):
-    """A file that holds another tensor of the same name is ignored, whether it is the first part, the last, or model.safetensors."""
+    """A file with another tensor of the same name is ignored.
+
+    That file may be the first part, the last one, or model.safetensors."""
     folder = write_model(tmp_path / "model", max_shard_size="60KB")
     index = folder / "model.safetensors.index.json"
     places = json.loads(index.read_text())["weight_map"]
@@ -319,8 +323,8 @@ print(json.dumps([taken, imported, 1024 * given_back, 1024 * (kilobytes("VmRSS")
 def test_a_process_imports_little_takes_the_model_and_a_tensor_more_and_keeps_what_a_step_frees_and_few_kernels(tiny_folder, tmp_path):
     """The model takes 100 MB in bfloat16, and its file twice that.
 
-    Model classes must not be imported, which would take longer than the rest of the start. Freed memory must stay in the process,
-    because the next step would otherwise fault all pages in again."""
+    Model classes must not be imported, which would take longer than the rest of the start. Freed memory must stay in
+    the process, because the next step would otherwise fault all pages in again."""
     sizes = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4)
     folder = write_model(tmp_path / "large", num_attention_heads=16, num_key_value_heads=16, **sizes)
     size = (folder / "model.safetensors").stat().st_size // 2

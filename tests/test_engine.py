@@ -21,8 +21,8 @@ from tests.support.engines import ORACLE, ask, ask_and_evict, check_pools, draw,
 class RowCache(Cache):
     """A Cache that keeps the K and V rows of every finished prompt, and restores any number of them, layer by layer.
 
-    `deliver(transfer)` completes a Transfer. `later`: how often `waits` returns True. `computes`: restoring counts as computing rows.
-    `broken`: is called after the first layer instead of the other layers."""
+    `deliver(transfer)` completes a Transfer. `later`: how often `waits` returns True. `computes`: restoring counts as
+    computing rows. `broken`: is called after the first layer instead of the other layers."""
 
     def __init__(self, deliver=lambda transfer: transfer.finish(0.0, 0.0), seconds=0.0, computes=False, broken=None):
         self.deliver, self.seconds, self.computes, self.broken = deliver, seconds, computes, broken

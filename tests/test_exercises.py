@@ -1,4 +1,4 @@
-"""The exercises: the chapters' own code solves them, and the judge finds typical errors and prints the right sentence."""
+"""The exercises: the chapters' own code solves them, and the judge names typical errors by the right sentence."""
 
 import pytest
 
@@ -38,7 +38,7 @@ WRONG = [  # (chapter, its code, wrong code of a student, part of the judge's se
     ("06", "front = max(first, self.front(request))", "front = first", "what prefill has computed is not loaded"),
     ("06", "        yield read\n", "", "when it has arrived"),
     ("07", "                upper.parent.children[upper.pages[0]] = upper\n", "", "dictionary of pages"),
-    ("07", "upper.pages and len(upper.children) == 1 and upper.state == node.state", "False", "one span, not two"),
+    ("07", "upper.pages and len(upper.children) == 1 and upper.state == node.state", "False", "else they are one node"),
     ("08", "host - weights - (act * act_init + kv * kv_init)", "host - weights", "the blocks fill the memory"),
     ("08", "if held + item.end / 2 > even or held", "if held", "few, and about even"),
     ("08", "        if kv_copy:\n            await_transfer(kv_copy)\n", "", "not waited for"),

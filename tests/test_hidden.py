@@ -244,7 +244,7 @@ def test_a_block_is_held_while_it_is_written():
 
 @pytest.mark.parametrize("budget, computed", [(16, 16), (5, 5)])
 def test_a_block_that_was_begun_between_two_restorations_is_let_go(budget, computed):
-    """The case in which only some blocks find room: part of the prompt is computed, and then more blocks are restored."""
+    """If only some blocks find room, a part of the prompt is computed, and then more blocks are restored."""
     engine = restart(saved(PROMPT * 2), token_budget=budget)
     match, offered = engine.lower_tier.cache.match, []
 

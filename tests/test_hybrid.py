@@ -1,4 +1,4 @@
-"""Chapter 08: the plan of memory, the kinds of blocks, mini-batches, and the forward pass that streams weights and context."""
+"""Chapter 08: plans, kinds of blocks, mini-batches, and the forward pass that streams weights and context."""
 
 import math
 import random
@@ -99,7 +99,9 @@ def test_no_division_is_better_than_the_plan(act_size, costs, layers, blocks, de
 
 
 def test_half_of_the_weights_resident_the_gains_are_those_of_the_formula():
-    """Over a fair `kv-only` and `act-only`, the gains are 1 + K/2R and (B + R) / (B + aR), where a is the best share of ACT blocks."""
+    """The gains over a fair `kv-only` and `act-only` are 1 + K/2R and (B + R) / (B + aR).
+
+    a is the best share of ACT blocks."""
     W, K, R, B, M = 25.0, 100.0, 92.0, 8.0, 12.5
     costs, sizes = Costs(10.0, B, R / 1000), Sizes(250, 5, 10)  # 10 bytes/s; 1,000 blocks; 10 layers
     planner = Planner("hybrid", costs, sizes, 10, 1000, int(10 * M * 10) + 500)
@@ -123,8 +125,8 @@ def test_what_steps_took_makes_the_next_plan_and_one_slow_step_changes_nothing()
 def test_a_step_takes_its_slower_lane_layer_by_layer(resident, seconds):
     """A layer's weights take 8 s on the link, its context 1 s, and its computation 7 s.
 
-    With one of four layers resident, link and processor are busy for 28 s each. They do not overlap perfectly, because the weights of
-    two layers are copied while one layer is computed."""
+    With one of four layers resident, link and processor are busy for 28 s each. They do not overlap perfectly, because
+    the weights of two layers are copied while one layer is computed."""
     planner = Planner("hybrid", Costs(1.0, 7.0, 0.0), Sizes(8, 2, 4), 4, 1, 0)
     assert planner.seconds(Plan(resident, 1, 0, 0, 0)) == seconds
 
@@ -170,7 +172,7 @@ def items_of(*sizes, count=1) -> list:
 
 @pytest.mark.parametrize("kv, act", [(0, 32), (32, 0), (16, 16)])
 def test_sixteen_equal_requests_are_two_mini_batches_of_eight(kv, act):
-    """The paper's rule, in which these requests all tie, makes as few mini-batches as memory allows: 14 tables of 32 blocks fit into 468."""
+    """All these requests tie in the paper's rule, so it makes as few mini-batches as fit: 14 tables of 32 blocks fit into 468."""
     items, paper = items_of(*[500] * 16), partial(hybrid.form_paper_batches, PAPER, hybrid.KindMap(Plan(0, kv, act, 0, 0), 16))
     assert [len(batch) for batch in hybrid.form_batches(items, 15 * 500)] == [8, 8]
     assert [len(batch) for batch in paper(items, 15 * 500)] == [14, 2]
@@ -190,8 +192,9 @@ def test_mini_batches_fit_and_hold_everybody_once(decoding, chunks):
 def test_the_papers_mini_batches_by_hand():
     """A mini-batch holds 12 blocks. Loading a KV block takes as long as rebuilding two ACT blocks.
 
-    The imbalance of p is 4 / 2. With q it stays 8 / 4. With t it would grow to 9 / 4. r does not fit. s makes it 9 / 6. So t begins the
-    next mini-batch; r makes it 4 / 2, and then v makes it 4 / 3. u alone does not fit, and gets a mini-batch of its own."""
+    The imbalance of p is 4 / 2. With q it stays 8 / 4. With t it would grow to 9 / 4. r does not fit. s makes it 9 / 6.
+    So t begins the next mini-batch; r makes it 4 / 2, and then v makes it 4 / 3. u alone does not fit, and gets a
+    mini-batch of its own."""
     kind_map = hybrid.KindMap(Plan(0, 11, 12, 0, 8), 16)
     kvs, acts = ([at for at, kind in enumerate(kind_map.kinds.tolist()) if kind % 2 == odd] for odd in (0, 1))
     items, names = [], "pqtrsuv"
@@ -232,7 +235,9 @@ def test_tokens_are_those_of_chapter_01(name, size, rows, budget):
 
 @pytest.mark.parametrize("kv_heads, kept", [(4, 8), (1, 2)])
 def test_the_same_host_memory_keeps_more_contexts_as_activations_or_fewer(kv_heads, kept):
-    """The memory holds four contexts as K and V. As ACT it holds eight if each query head has a KV head, and two if four share one."""
+    """The memory holds four contexts as K and V.
+
+    As ACT it holds eight if each query head has a KV head, and two if four share one."""
     model = tiny_model(0, kv_heads, on_host=True)
     sizes = hybrid.sizes_of(model, 16)
     for plan, contexts in (Plan(0, 136, 0, 0, 0), 4), (Plan(0, 0, 136 * sizes.kv // sizes.act, 0, 0), kept):

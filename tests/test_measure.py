@@ -1,4 +1,6 @@
-"""What the benchmarks share: the test for being slower, rounds, and tables. All committed results can be shown as tables."""
+"""What the benchmarks share: the test for being slower, rounds, and tables.
+
+All committed results can be shown as tables."""
 
 import json
 import re

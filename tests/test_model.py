@@ -99,8 +99,8 @@ def reference_tokens(model, prompt: list[int], count: int) -> list[int]:
 def test_logits_at_every_position_equal_those_of_transformers(pair):
     """Compare logits token by token with exact ones, computed in float64.
 
-    A trained model's float32 logits differ from the exact ones by more than 1e-4, in `transformers` as well. Our error may be at most
-    twice the error of its prefill and of its decode."""
+    A trained model's float32 logits differ from the exact ones by more than 1e-4, in `transformers` as well. Our error
+    may be at most twice the error of its prefill and of its decode."""
     tokens = random_prompt(80, pair.ours.config.vocab_size)
     exact = reference_logits(copy.deepcopy(pair.theirs).double(), tokens)
     theirs = reference_decode(pair.theirs, tokens), reference_logits(pair.theirs, tokens)
@@ -232,7 +232,7 @@ def test_project_kv_rebuilds_the_cache_bit_by_bit(kind, dtype, tmp_path):
         assert torch.equal(v.transpose(0, 1), cache.v[index])
 
 
-@pytest.mark.parametrize("cache", ["host", "hidden", "planned", 89, 90])  # numbers: chapter 08 with so many blocks
+@pytest.mark.parametrize("cache", ["host", "hidden", "planned", 89, 90])  # a number: chapter 08 with that number of blocks
 @pytest.mark.parametrize("kind", ["qwen3", "smollm3"])
 def test_what_comes_back_gives_the_tokens_of_transformers(kind, cache, tmp_path):
     pair = make_pair(kind, tmp_path)

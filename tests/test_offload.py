@@ -257,7 +257,9 @@ def test_of_a_copy_out_that_would_hold_its_blocks_too_long_only_a_part_is_begun(
 
 @pytest.mark.parametrize("blocks", [2, 64])
 def test_behind_what_was_not_copied_nothing_is(blocks):
-    """Blocks after one that was not saved could not be found. A block is not saved if there is no room, or if its copy would take too long."""
+    """Blocks after one that was not saved could not be found.
+
+    A block is not saved if there is no room, or if its copy would take too long."""
     engine = make(cache := offload.HostCache(blocks, 1e9))
     if blocks == 64:
         engines.believe_slow(cache.save_link)  # copies of the prompt and of later blocks would take too long

@@ -39,9 +39,9 @@ def test_balance(model, balance):
 
 @pytest.mark.parametrize("tokens", [1024, 4096, 16384])
 def test_closed_form(tokens):
-    """At 27.6 GB/s the paper's formula gives 30 + 2 and 35 + 5 layers, each one layer off Table 3, and 46 for 30B, six off.
+    """At 27.6 GB/s the paper's formula gives 30 + 2 and 35 + 5 layers, each one layer off Table 3.
 
-    It gives the same at any length. The paper does not say which length Table 3 is for."""
+    For 30B it gives 46 layers, six off. It gives the same at any length. The paper does not say which length Table 3 is for."""
     plans = [planned.closed_form(model.layers, on_paper.on_ssds(model, None, tokens)) for model in on_paper.MODELS]
     assert [tuple(map(plan.count, "RHK")) for plan in plans] == [(0, 30, 2), (0, 35, 5), (2, 46, 0)]
 
@@ -89,8 +89,9 @@ def test_the_papers_plan_loses_at_most_a_rounded_layer():
 
 
 def test_tokens_divided():
-    """A share s of the tokens is projected. Link and processor take the same time in the first case if 2s = s + 8 (1 - s), and in the
-    second if 4 - 2s = 4s."""
+    """A share s of the tokens is projected.
+
+    Link and processor take the same time if 2s = s + 8 (1 - s) in the first case, and if 4 - 2s = 4s in the second."""
     assert variants.token_wise(on_paper.Costs(8.0, 1.0, 2.0, 4.0), 4, 100) == (11, 100)
     assert variants.token_wise(on_paper.Costs(8.0, 4.0, 2.0, 4.0), 4, 100) == (0, 66)
     assert variants.token_wise(on_paper.Costs(8.0, 1.0, 2.0, 4.0), 4, 128, 32) == (0, 128)

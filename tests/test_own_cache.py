@@ -1,4 +1,6 @@
-"""A Cache of the student's own: the contract's tests find a mistake and name its rule. The template itself passes them elsewhere."""
+"""A Cache of the student's own: the contract's tests find a mistake and name its rule.
+
+The template itself passes them elsewhere."""
 
 import re
 

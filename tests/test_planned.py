@@ -1,4 +1,4 @@
-"""Chapter 05: plans, what they save, and how it is restored."""
+"""Chapter 05: plans, saving by a plan, and restoring by it."""
 
 import itertools
 import random

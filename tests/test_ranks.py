@@ -1,4 +1,6 @@
-"""Chapter 09 and shell/ranks.py. Scenarios with several ranks are in support/ranks.py and run in processes of their own."""
+"""Chapter 09 and shell/ranks.py.
+
+Scenarios with several ranks are in support/ranks.py and run in processes of their own."""
 
 import importlib
 import json

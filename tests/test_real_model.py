@@ -66,7 +66,7 @@ def test_transformers_writes_the_same_tokens(theirs, model, prompt):
 
 
 def test_the_folder_has_what_the_model_has_learned(folder, theirs):
-    """Rows of q and k in a wrong order would not fail in `transformers`, but they would raise the loss on English text."""
+    """The loss on English text shows that rows of q and k are in the right order, which no error would show."""
     tokens = checkpoint.read_tokenizer(folder).encode((ROOT / "LICENSE").read_text(), return_tensors="pt")[:, :300]
     with torch.inference_mode():
         loss = theirs(tokens, labels=tokens).loss.item()

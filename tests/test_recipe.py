@@ -1,4 +1,4 @@
-"""docs/reference.md, "Prefill here, decode there": its two commands share a storage, and each finds what the other has written."""
+"""docs/reference.md, "Prefill here, decode there": the processes of its two commands find each other's pages in storage."""
 
 import json
 import re

@@ -155,7 +155,7 @@ def test_a_pass_of_few_rows_that_waits_for_copies_leaves_a_core_to_them(monkeypa
 
 # Speeds that refuse ------------------------------------------------------------------------------
 
-BELIEFS = {  # what was slow in eight restorations -> function(engine) that returns its measured speed
+BELIEFS = {  # the slow part of eight restorations -> function(engine) that returns its measured speed
     "link": lambda engine: engine.lower_tier.cache.load_link.measured,
     "projecting": lambda engine: engine.lower_tier.cache.projecting,
     "reading": lambda engine: getattr(engine.lower_tier.cache.storage, "storages", [engine.lower_tier.cache.storage])[0].measured,

@@ -50,7 +50,9 @@ def peer(folder, **extra) -> Popen:
 
 
 def ask(process: Popen, prompts) -> tuple[list, list]:
-    """Ask vLLM, after it has dropped all its blocks. Returns: (answers, tokens of each prompt that came from storage)."""
+    """Ask vLLM, after it has dropped all its blocks.
+
+    Returns: (answers, tokens of each prompt that came from storage)."""
     print(json.dumps(prompts), file=process.stdin, flush=True)
     return tuple(map(list, zip(*json.loads(process.stdout.readline()))))
 

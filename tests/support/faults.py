@@ -22,9 +22,9 @@ LANES = "load", "save", "storage"
 class Faults:
     """The faults to inject, and counts of those injected.
 
-    `failing`: share of copies that fail and copy nothing. `late`: share of copies that complete up to `delay` seconds late.
-    `noisy`: up to so many copies of the same lane after a failed copy write NaN, late, and then fail, too. `lanes`: where faults
-    are injected."""
+    `failing`: share of copies that fail and copy nothing. `late`: share of copies that complete up to `delay` seconds
+    late. `noisy`: after a failed copy, up to `noisy` copies of the same lane write NaN, late, and then fail, too.
+    `lanes`: where faults are injected."""
 
     def __init__(self, rng: random.Random, failing=0.0, late=0.0, noisy=0, delay=0.02, lanes=LANES):
         self.rng, self.failing, self.late, self.noisy = rng, failing, late, noisy
@@ -33,7 +33,7 @@ class Faults:
         self.failed = self.delayed = 0
         self.pending: list[threading.Timer] = []
         self.due = threading.Event()
-        self.copies: list[tuple[Transfer, list, list]] = []  # (transfer, what it writes, what it reads)
+        self.copies: list[tuple[Transfer, list, list]] = []  # (transfer, destinations, sources)
 
     def copy(self, link: Link, *what) -> Transfer:
         dst, src, label, pairs = *what, *[None] * (4 - len(what))

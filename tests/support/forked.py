@@ -1,4 +1,6 @@
-"""Run scripts in new processes that are forked from one that has imported PyTorch and `transformers`. This saves about five seconds each."""
+"""Run scripts in new processes that are forked from one that has imported PyTorch and `transformers`.
+
+This saves about five seconds each."""
 
 import multiprocessing
 import os
@@ -29,7 +31,8 @@ def run(folder: Path, *words, timeout: float = 600, **how) -> subprocess.Complet
 def start(folder: Path, *words, path: Path = ROOT, **environment) -> multiprocessing.Process:
     """Start `python *words`: a script, or -m and a module, then options.
 
-    `folder`: gets the files stdout and stderr. `path`: is searched first for modules. `environment`: more environment variables."""
+    `folder`: gets the files stdout and stderr. `path`: is searched first for modules. `environment`: more environment
+    variables."""
     for output in (outputs := [folder / name for name in OUTPUTS]):
         output.touch()
     process = context.Process(target=execute, args=([*map(str, words)], outputs, str(path), environment), daemon=True)

@@ -2,9 +2,8 @@
 
     python -m tests.support.launches
 
-Models of 3 and of 7 layers give the launches per layer (kernels and replays of graphs), the launches besides, and the copies by
-the copy engine. `eager`: without graphs. `scattered`: no two free blocks are adjacent.
-"""
+Models of 3 and of 7 layers give the launches per layer (kernels and replays of graphs), the launches besides, and the
+copies by the copy engine. `eager`: without graphs. `scattered`: no two free blocks are adjacent."""
 
 import random
 

@@ -2,8 +2,8 @@
 
     python -m tests.support.races late-copy         or unwritten-slot, or given-up
 
-Two engines answer the same requests: the engine as it is, and one without the guard. Copies over their link fail, are late, and write
-NaN before they fail. The first answer that differs from chapter 01's is printed."""
+Two engines answer the same requests: the engine as it is, and one without the guard. Copies over their link fail, are
+late, and write NaN before they fail. The first answer that differs from chapter 01's is printed."""
 
 import argparse
 import inspect

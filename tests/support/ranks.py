@@ -1,4 +1,6 @@
-"""Scenarios that run on several ranks. A test starts this file in one process per rank, and all ranks run the same scenario.
+"""Scenarios that run on several ranks.
+
+A test starts this file in one process per rank, and all ranks run the same scenario.
 
     python -m tests.support.ranks 2 traffic --keep kv --requests 10000 --seed 0
 """
@@ -165,7 +167,9 @@ def commands(ranks, arguments):
 
 
 def sharing(ranks, arguments):
-    """Read pages that another number of ranks has left in a directory. Each head's pages are written by one rank only."""
+    """Read pages that another number of ranks has left in a directory.
+
+    Each head's pages are written by one rank only."""
     backend, written = backends.open_backend(f"file:{arguments.storage}"), []
     put, backend.set = backend.set, lambda keys, values: written.extend(keys) or put(keys, values)
     engine, prompt = engine_of(ranks, arguments, backend), engines.draw(random.Random(0), 257)

@@ -13,7 +13,9 @@ from .serving import eventually
 
 @contextmanager
 def redis_server():
-    """Context manager: start a Redis server and return its URL. Skip the test if redis-server or its Python client is missing."""
+    """Context manager: start a Redis server and return its URL.
+
+    Skip the test if redis-server or its Python client is missing."""
     redis = pytest.importorskip("redis", reason="the Redis client is not installed: pip install -r requirements-dev.txt")
     if not shutil.which("redis-server"):
         pytest.skip("redis-server is not installed")

@@ -1,9 +1,8 @@
 """A stub engine without a model, for tests of the server and the command line.
 
 Its answer repeats the prompt's tokens, one token per request and step. `hold()` makes the next step wait until `let()`.
-`hold_after(n)` allows n more steps that compute. The next step raises `error`, if it is set. With `explain` it prints the
-thread of each step, and whether `close` was called during a step.
-"""
+`hold_after(n)` allows n more steps that compute. The next step raises `error`, if it is set. With `explain` it prints
+the thread of each step, and whether `close` was called during a step."""
 import importlib
 import threading
 import time

@@ -35,9 +35,9 @@ def run(
 ):  # fmt: skip
     """Send at least `requests` requests to engines with this Cache, one engine after the other.
 
-    `seed`: the same seed gives the same requests. `rank`: each rank gets the same requests, but other failing copies. `share`: of copies
-    that fail, and of copies that are late. `until_wrong`: stop after an engine that gave a wrong answer. `longest`, `answer`: the most
-    tokens of a document and of an answer.
+    `seed`: the same seed gives the same requests. `rank`: each rank gets the same requests, but other failing copies.
+    `share`: of copies that fail, and of copies that are late. `until_wrong`: stop after an engine that gave a wrong
+    answer. `longest`, `answer`: the most tokens of a document and of an answer.
 
     Returns: counts of events."""
     model = engines.tiny_model(0, 4) if cache in engines.RUNNERS else None

@@ -2,8 +2,8 @@
 
     python -m tests.support.unordered
 
-An engine of chapter 03 reads a document. The document is evicted while it is still being copied out, and another document gets its
-blocks. Then both are asked about. Each letter is an answer: `.` equals chapter 01's, `x` does not.
+An engine of chapter 03 reads a document. The document is evicted while it is still being copied out, and another
+document gets its blocks. Then both are asked about. Each letter is an answer: `.` equals chapter 01's, `x` does not.
 """
 
 import io
@@ -36,7 +36,7 @@ def reads_padding(pieces, index, rows, *given, run=Pieces.run):
     return pieces.inputs[index + 1, rows.start + 1 : rows.stop + 1]
 
 
-# guard -> (the object that has it, replacements, what goes wrong without it)
+# guard -> (the object that has it, replacements, the effect of its absence)
 GUARDS = {
     "wait_event": (
         "common.cuda_link.CudaTransfer", dict(queue_wait=lambda transfer: True),
