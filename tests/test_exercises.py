@@ -71,7 +71,7 @@ def test_a_wrong_solution_is_caught(number, right, wrong, sentence, tmp_path):
 @pytest.mark.parametrize("line, sentence, seconds", [
     ("def f(:", "Line {} of 03_cpu_offload.py cannot be read: invalid syntax.", SECONDS),
     ("nothing", "Line {} of 03_cpu_offload.py ends the import: NameError(", SECONDS),
-    ("while True: pass", "it has not ended: something goes round", 5),
+    ("while True: pass", "it has not ended: there is an endless loop", 5),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_imported_is_a_sentence(line, sentence, seconds, tmp_path):
     path = tmp_path / "03_cpu_offload.py"
