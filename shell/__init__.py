@@ -44,7 +44,7 @@ def interrupt(number: int, frame):
 
 
 def handle_signals(*numbers: int):
-    """Let these signals interrupt this process. A signal that is ignored or has another handler keeps it."""
+    """Let these signals interrupt this process, unless they are ignored or already have a handler."""
     for number in numbers:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, interrupt)

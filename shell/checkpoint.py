@@ -127,7 +127,7 @@ def find_folder(name: str, files=("*.json", "*.jinja"), commit: str | None = Non
 
     Download `files` (patterns) of a model on the hub, at `commit` or the newest. Raises ModelError."""
     repository = ALIASES.get(name, name)
-    if os.path.isdir(repository):           # Path.is_dir raises at a name that is too long
+    if os.path.isdir(repository):           # no error at a name that is too long
         return Path(repository)
     if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
         raise ModelError(f"No model {name!r}: no such folder, and the hub's names are OWNER/NAME. {OFFLINE}")

@@ -37,10 +37,10 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     add("--model", default="classroom",
         help="classroom (default), tinyllama, FOLDER, OWNER/NAME on the hub, or random:NAME")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where the model runs (auto)")
-    add("--dtype", default="auto", choices=("auto", *checkpoint.DTYPES), help="of weights and cache (auto)")
-    add("--max-tokens", type=bounded(int, 1, 1 << 20), default=128, help="in an answer (default 128)")
+    add("--dtype", default="auto", choices=("auto", *checkpoint.DTYPES), help="dtype of all numbers (auto)")
+    add("--max-tokens", type=bounded(int, 1, 1 << 20), default=128, help="tokens per answer (default 128)")
     add("--explain", action="store_true", help="print a line for each event of a step")
-    add("--rounds", type=bounded(int, 1, 1000), default=3, help="of timing in the demo (default 3)")
+    add("--rounds", type=bounded(int, 1, 1000), default=3, help="timed rounds in the demo (default 3)")
     add("--json", type=Path, metavar="FILE", help="write the results as JSON")
     add("--trace", type=Path, metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
     return parser

@@ -11,7 +11,7 @@ from shell.modelled_link import Bandwidth
 class ModelledStorage(Storage):
     """A storage in ordinary memory that holds values of one size, at most `limit` bytes.
 
-    A read takes as long as `bandwidth` says, mostly asleep."""
+    A read takes as long as `bandwidth` says, and its thread sleeps for most of that time."""
 
     def __init__(self, limit: float, bandwidth: Bandwidth | float):
         bandwidth = Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth

@@ -19,8 +19,7 @@ GEOMETRIES = {
     "llama2-7b": (32000, 4096, 11008, 32, 32, 32, 128, 4096),
     "llama2-13b": (32000, 5120, 13824, 40, 40, 40, 128, 4096),
     "llama3-8b": (128256, 4096, 14336, 32, 32, 8, 128, 8192),
-    # A Llama with OPT-30B's sizes. 19,136: its three MLP matrices are as large as OPT's two of 7,168 x
-    # 28,672.
+    # A Llama with OPT-30B's sizes. With 19,136, its three MLP matrices are as large as OPT's two.
     "opt-30b": (50272, 7168, 19136, 48, 56, 56, 128, 2048),
 }
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]

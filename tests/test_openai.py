@@ -34,7 +34,7 @@ def client(served):
         yield client
 
 
-def joined(stream, chat: bool) -> tuple[str, str, object]:
+def joined(stream, chat: bool) -> tuple[str, str, openai.types.CompletionUsage]:
     """Return (text, finish reason, usage) of a stream."""
     *chunks, last = stream
     assert last.choices == [] and all(chunk.usage is None for chunk in chunks)
@@ -91,7 +91,7 @@ def test_a_stream_without_usage_has_none_and_ends_with_done(client, served):
 
 # 2. Fields of a request --------------------------------------------------------------------------------------
 
-def seen(served) -> object:
+def seen(served):
     """Return the request that was submitted last."""
     return served.engine.asked[-1]
 
