@@ -103,8 +103,8 @@ class Pieces:
         Each graph runs before the same piece runs eagerly, so a graph that does nothing leaves old numbers
         and is noticed. The results need not be bit-equal: in a graph cuBLAS may choose another algorithm,
         with another order of summation and, in 16 bits, other rounding. They may differ by the square root of
-        the dtype's epsilon, relative to the largest number; a wrong graph differs by about as much
-        as that number. The inputs are small, so that they do not hide an error in what a layer adds to them."""
+        the dtype's epsilon, relative to the largest number; a wrong graph differs by about as much as that
+        number. The inputs are small, so that they do not hide an error in what a layer adds to them."""
         generator = torch.Generator(self.model.device).manual_seed(0)
         tolerance = torch.finfo(self.model.dtype).eps ** 0.5
         for index, graph in enumerate(self.graphs[size]):
