@@ -203,8 +203,8 @@ def test_of_a_hub_model_only_the_weights_that_are_read_are_downloaded(hub, folde
     (lambda f: change_json(f / "config.json", vocab_size=10**12), ["GB", "free"]),
     (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), ["owner/name has no model.safetensors", "pickles are not read"]),
     (lambda f: (f / "gated").touch(), ["owner/name", "Access is restricted"]),
-    (partial(index, more=Q0.replace("proj", "norm")), ["q_norm", "no place"]),
-    (partial(index, more="vision_tower.patch.weight"), ["vision_tower", "no place"]),
+    (partial(index, more=Q0.replace("proj", "norm")), ["q_norm", "does not have"]),
+    (partial(index, more="vision_tower.patch.weight"), ["vision_tower", "does not have"]),
 ])  # fmt: skip
 def test_a_hub_model_is_refused_before_its_weights_are_downloaded(hub, folder, break_it, words):
     break_it(folder)
