@@ -108,7 +108,7 @@ def test_of_histories_that_come_back_at_once_each_chapter_brings_all(wider, monk
     assert row["over_03"]["samples"] == pytest.approx([ours / theirs for theirs, ours in zip(*rates)])
 
 
-# 2. Beside other systems -----------------------------------------------------------------------
+# 2. Against other systems ----------------------------------------------------------------------
 
 SHORT = dict(QUESTION=16, ANSWER=4, TALKS=4, TURNS=5, SAID=(20, 150), DOCUMENTS=8, LENGTH=80, ASKS=12, BEGINS=80,
              SESSIONS={1.0: 2}, ROUNDS=3, THINK=0.3, WINDOW=0.3, EVERY=0.1)

@@ -281,7 +281,7 @@ def test_a_share_of_nothing_only_loads_unless_storage_is_late():
     finish(engine, storage, request)
 
 
-# 3. What is kept -------------------------------------------------------------------------------
+# 3. Saving -------------------------------------------------------------------------------------
 
 def found(engine, tokens, wait=True, **options) -> int:
     if wait:

@@ -43,7 +43,7 @@ def pytest_generate_tests(metafunc):
 def assert_equal(*requests: Request, rule: str = "tokens are those of chapter 01"):
     for request in requests:
         assert not isinstance(request.outcome, Exception), f"{rule}: the request ended with {request.outcome!r}"
-        assert ORACLE.judge(request) != "wrong", f"{rule}: but they differ"
+        assert ORACLE.judge(request) != "wrong", f"{rule}, but they differ"
 
 
 def came_back(cache: str, tokens: int) -> bool:
