@@ -1,4 +1,4 @@
-"""Back ends of storage, and what opens them: a directory of files, Redis, a class of one's own."""
+"""Storage back ends (a directory of files, Redis, or a class of the user), and functions that open them."""
 import argparse
 import errno
 import inspect
@@ -19,35 +19,40 @@ from common.store import Storage, StoredChunks
 from shell.frontend import number
 
 OWN_FILE = re.compile(r"[0-9a-f]{64}\.page(\.[0-9a-f]{32}\.tmp)?")
-PAUSE = 60.0  # seconds without making room on a full file system, after that has not helped
+PAUSE = 60.0  # seconds before a full file system is cleaned up again, if that did not help
 
 
 @cache
 def warn_once(words: str):
-    """Print a line to stderr, once in the life of the process."""
+    """Print a line to stderr, each line once per process."""
     print(words, file=sys.stderr, flush=True)
 
 
 class Directory:
-    """A file for each value. Processes may share it: a file appears by being renamed. Beyond `limit_gb` the
-    least recently used go. A file's time says when that was, but later than all that were set here or found:
-    clocks err. Files with other names than those that are written here are left alone.
+    """A folder with one file per value.
 
-    `index`: keys of the files that are there, as far as this process knows. The next write creates a folder
-    again that has vanished. On a full file system a write makes room as if the limit were reached."""
+    Several processes may share a folder: a file is written under a temporary name and then renamed. When the
+    files exceed `limit_gb`, the least recently used are deleted. The modification time of a file is the time
+    of its last use. It is always later than every time set or found before, because clocks may go backwards.
+    Files whose names do not match OWN_FILE are never touched.
+
+    If the folder has been deleted, the next write creates it again. On a full file system a write makes room
+    as if the limit had been reached.
+
+    `index`: the keys of all files that this process knows of."""
 
     def __init__(self, url: str, limit_gb: float = 16.0):
-        """Open a folder, or create it. Raises BadRequest if that fails, or if `limit_gb` is no limit."""
+        """Open or create a folder. Raises BadRequest if that fails, or if `limit_gb` is not a valid size."""
         if not number(1e-9, 1e9, (int, float))(limit_gb):
             raise BadRequest("limit_gb, the size of all files together, must be a number from 1e-9 to 1e9.")
         self.folder = Path(os.path.realpath(os.path.expanduser(url.removeprefix("file:"))))
-        self.limit = self.written = 1e9 * limit_gb  # `written`: bytes since room was made
-        self.now, self.step, self.paused = 0, 1, 0.0  # latest time, in ns; no room is made until `paused`
+        self.limit = self.written = 1e9 * limit_gb  # `written`: bytes since the last cleanup
+        self.now, self.step, self.paused = 0, 1, 0.0  # latest time, in ns; no cleanup before `paused`
         try:
             os.makedirs(self.folder, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.folder) as file, suppress(OSError):
                 os.utime(file.name, ns=(0, 10**18 + 1_999_999_999))
-                self.step = max(1, 10**18 + 2 * 10**9 - os.stat(file.name).st_mtime_ns)  # what it tells apart
+                self.step = max(1, 10**18 + 2 * 10**9 - os.stat(file.name).st_mtime_ns)  # resolution, in ns
             self.files()
         except OSError as error:
             words = f"A cache needs a folder to write in: {self.folder}: {error.strerror}."
@@ -57,11 +62,13 @@ class Directory:
         return self.folder / f"{key}.page"
 
     def files(self) -> list[tuple]:
-        """Make `index` anew; a folder that has vanished has no files. Returns: (time, bytes, path) of each
-        file, the least recently used first; also of those half written. Raises OSError."""
+        """Scan the folder and rebuild `index`. A folder that does not exist has no files.
+
+        Returns: (time in ns, bytes, path) of each file, the least recently used first, including files that
+        are half written. Raises OSError."""
         found = []
         for entry in os.scandir(self.folder) if self.folder.is_dir() else ():
-            with suppress(OSError):  # others delete here; a link may lead nowhere
+            with suppress(OSError):  # another process may delete it; a link may be broken
                 if OWN_FILE.fullmatch(entry.name) and entry.is_file():
                     found.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry)))
         self.index = {path.stem for _, _, path in found}
@@ -71,21 +78,21 @@ class Directory:
     def exists(self, keys: list[str]) -> list[bool]:
         latest = self.now = max(time.time_ns(), self.now + len(keys) * self.step)
         for at, key in enumerate(keys):
-            with suppress(OSError):  # gone, or another user's
+            with suppress(OSError):  # deleted, or owned by another user
                 os.utime(self.path(key), ns=(latest, latest - at * self.step))
         return [os.path.isfile(self.path(key)) for key in keys]
 
     def get(self, keys: list[str]) -> list[bytes | None]:
         values = [None] * len(keys)
         for at, key in enumerate(keys):
-            with suppress(OSError):  # what cannot be read is not there
+            with suppress(OSError):  # an unreadable file is a miss
                 values[at] = self.path(key).read_bytes()
         with suppress(OSError):
-            None in values and self.files()  # others may be gone with it
+            None in values and self.files()  # other files may have been deleted too
         return values
 
     def set(self, keys: list[str], values: list[bytes]):
-        """Write all that can be written. Raises the last OSError."""
+        """Write every value that can be written, then raise the last OSError, if any."""
         failed = None
         self.make_room(sum(map(len, values)))
         for key, value in zip(keys, values, strict=True):
@@ -99,16 +106,16 @@ class Directory:
             raise failed
 
     def write(self, key: str, value: bytes):
-        """Write a value; on a full file system make room, and write it again. Raises OSError."""
+        """Write a value. On a full file system, make room and try once more. Raises OSError."""
         temporary = self.folder / f"{key}.page.{os.urandom(16).hex()}.tmp"
         if not self.folder.is_dir():
             os.makedirs(self.folder, exist_ok=True)
             self.index = set()
-            warn_once(f"{self.folder} had vanished: it is there again, and empty.")
+            warn_once(f"{self.folder} had vanished; it has been created again and is empty.")
         try:
             temporary.write_bytes(value)
             if self.path(key).is_dir():
-                self.path(key).rmdir()  # raises OSError if there is anything in it
+                self.path(key).rmdir()  # raises OSError if it is not empty
             os.replace(temporary, self.path(key))
             self.index.add(key)
         except OSError as error:
@@ -117,12 +124,14 @@ class Directory:
                 raise
             self.paused = time.monotonic() + PAUSE
             self.make_room(len(value), full=True)
-            self.write(key, value)      # while `paused`, so only once again
+            self.write(key, value)      # once only: `paused` is set
             self.paused = 0.0
 
     def make_room(self, size: int, full: bool = False):
-        """After each tenth of the limit that was written, look, and delete what is beyond nine tenths; if the
-        file system is `full`, what is beyond nine tenths of all files."""
+        """Delete the least recently used files before `size` more bytes are written.
+
+        Scan the folder only after each tenth of the limit that was written, and delete down to nine tenths of
+        it. If the file system is `full`, scan now, and delete down to nine tenths of the files' own size."""
         if full or self.written + size > self.limit / 10:
             found, self.written = self.files(), 0
             there = sum(size for _, size, _ in found)
@@ -133,23 +142,25 @@ class Directory:
                     path.unlink(missing_ok=True)
                     self.index.discard(path.stem)
                     there -= freed
-                except OSError as error:  # others go in its place
+                except OSError as error:  # the next file is deleted instead
                     warn_once(f"Cannot delete a file in {self.folder}: {error.strerror}.")
         self.written += size
 
 
 class RedisBackend:
-    """Redis, or what speaks its protocol. `timeout` in seconds, of connecting and of every answer."""
+    """A Redis server, or one that speaks its protocol.
+
+    `timeout`: seconds for connecting, and for every answer."""
 
     def __init__(self, url: str, timeout: float = 1.0):
         import redis
-        retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)     # what comes late is worth nothing
+        retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)     # no retry: a late answer is useless
         self.client = redis.Redis.from_url(url, retry=retry, socket_timeout=timeout)
 
     def exists(self, keys: list[str]) -> list[bool]:
         with self.client.pipeline(transaction=False) as pipeline:
             for key in keys:
-                pipeline.touch("kv:" + key)       # which says whether it is there, and uses it
+                pipeline.touch("kv:" + key)       # reports whether the key exists, and marks it as used
             return [found == 1 for found in pipeline.execute()]
 
     def get(self, keys: list[str]) -> list[bytes | None]:
@@ -161,8 +172,10 @@ class RedisBackend:
 
 
 def open_backend(url: str, config: dict | None = None):
-    """Open file:DIR, redis://HOST:PORT/N, or module:Class, with `config` as its keyword arguments, and ask it
-    once. Raises BadRequest."""
+    """Open a back end and ask it once, so that a wrong address fails here.
+
+    `url`: file:DIR, redis://HOST:PORT/N, or module:Class. `config`: its keyword arguments. Raises
+    BadRequest."""
     module, _, name = url.partition(":")
     if re.match(r"file:(\s*$|//(?!/))", url):
         raise BadRequest(f"'{label(url)}' names no folder; write file:pages (here), or file:/srv/pages.")
@@ -180,7 +193,7 @@ def open_backend(url: str, config: dict | None = None):
     except BadRequest:
         raise
     except Exception as error:
-        # With a user, a password or a configuration the error may quote what is secret
+        # The error could quote a secret if the URL has a user or password, or if there is a configuration.
         words = "" if config or "@" in url else f": {' '.join(str(error).split()).replace('. ', ', ')[:200]}"
         failed = f"Cannot use the storage '{label(url)}' ({type(error).__name__}{words})"
         raise BadRequest(f"{failed}; start it, install its package or correct its configuration, or write "
@@ -188,28 +201,29 @@ def open_backend(url: str, config: dict | None = None):
 
 
 def open_storage(url: str, config: dict | None = None, bandwidth=None) -> Storage:
-    """Return the Storage behind a back end that is opened now. Raises BadRequest."""
+    """Open a back end and return a Storage that uses it. Raises BadRequest."""
     return Storage(open_backend(url, config), label(url), bandwidth)
 
 
 def pages_in_storage(cache) -> list:
-    """Return the pages that storage has, as far as chapter 07's cache knows."""
+    """Return the pages that are in storage, as far as chapter 07's cache knows."""
     return [page for node in cache.tree.nodes() if node.stored for page in node.pages]
 
 
 def attach_storage(cache, storage: Storage | None):
-    """Between two steps: have chapter 07's cache go on with another storage, or with none, and close the one
-    before on a thread, when nothing of it is under way. What is being read does not come, and what is being
-    written may be lost."""
+    """Replace the storage of chapter 07's cache, or detach it (None). Call it between two steps.
+
+    A thread closes the old storage once its transfers have completed. Pages that are being read from it do
+    not arrive, and pages that are being written to it may be lost."""
     engine, before, writing = cache.engine, cache.storage, set(cache.writing)
     for request in (*engine.waiting, *engine.running):
-        cache.finished(request)         # it goes on, without what was noted for the storage before
+        cache.finished(request)         # forget its transfers from the old storage
     for known in cache.reading, cache.writing, cache.unwritten:
         known.clear()
     if before:
         for lane in "ask", "read", "measure", "write":
             for transfers, held, _ in cache.in_flight.pop(lane, ()):
-                cache.hold(before, transfers, given=held)       # on a lane of its own, and nothing is noted
+                cache.hold(before, transfers, given=held)       # in a separate lane, without callbacks
         cache.hold(before, [], then=lambda arrived: Thread(target=before.close, daemon=True).start())
     cache.storage = storage
     if storage:
@@ -220,7 +234,9 @@ def attach_storage(cache, storage: Storage | None):
 
 
 def configuration(text: str) -> dict:
-    """An argparse type: a JSON object, or @FILE.toml, or @FILE with JSON, in UTF-8. No error quotes it."""
+    """An argparse type: a JSON object, @FILE.toml, or @FILE with JSON, in UTF-8.
+
+    Errors never quote the text, which may hold secrets."""
     words, parse = "give a JSON object, or @FILE with one", json.loads
     try:
         if text.startswith("@"):
@@ -235,8 +251,10 @@ def configuration(text: str) -> dict:
 
 
 def settings(config: dict | None, arguments) -> tuple[dict, list[float]]:
-    """-> a configuration without what it says of prefetching, and the threshold, the time, and the time for
-    each 1,024 tokens, from there or from the command line. Raises BadRequest."""
+    """Split the prefetch settings off a storage configuration. Raises BadRequest.
+
+    Returns: (the configuration without them, [threshold in tokens, timeout in seconds, seconds more for each
+    1,024 tokens]). Settings that the configuration lacks come from the command line."""
     config, found = dict(config or {}), []
     for name in "prefetch_threshold", "prefetch_timeout", "prefetch_timeout_per_1k":
         found.append(config.pop(name, getattr(arguments, name)))
@@ -246,11 +264,11 @@ def settings(config: dict | None, arguments) -> tuple[dict, list[float]]:
 
 
 def label(url: str) -> str:
-    """Return the URL for printing: without user, password and options."""
+    """Return the URL without user, password and options, for printing."""
     return re.sub(r"//.*@", "//", url).partition("?")[0]
 
 
 def in_directories(directories: list[Path], limit_gb: float) -> StoredChunks:
-    """Return chunks in files of at most so much together. Raises BadRequest."""
+    """Return chunks stored in files, at most `limit_gb` in all directories together. Raises BadRequest."""
     paths = dict.fromkeys(os.path.realpath(os.path.expanduser(directory)) for directory in directories)
     return StoredChunks(*(Storage(Directory(path, limit_gb / len(paths)), path) for path in paths))

@@ -1,4 +1,4 @@
-"""Timelines as lines of text, and as a trace file that opens in Perfetto or chrome://tracing."""
+"""Draw timelines as text, and write them to a trace file for Perfetto or chrome://tracing."""
 from itertools import groupby
 from pathlib import Path
 
@@ -9,27 +9,29 @@ LANES = ("compute", "load", "save", "storage")
 
 
 def lanes(timeline: Timeline) -> dict[str, list[Span]]:
-    """Sort the spans by lane and time."""
+    """Return the spans of each lane, in order of start time."""
     ordered = sorted(timeline.spans, key=lambda span: (LANES.index(span.lane), span.start))
     return {lane: list(spans) for lane, spans in groupby(ordered, key=lambda span: span.lane)}
 
 
 def duration(timeline: Timeline) -> float:
-    """-> seconds from its beginning to the end of the last span."""
+    """Return the seconds from the timeline's beginning to the end of its last span."""
     return max((span.end for span in timeline.spans), default=0.0)
 
 
 def bubble(timeline: Timeline, lane: str) -> float:
-    """Return the share of the time in which `lane` was idle."""
+    """Return the share of `duration` in which `lane` was idle, from 0 to 1."""
     busy = reached = 0.0
     for span in lanes(timeline)[lane]:
-        busy += max(0.0, span.end - max(span.start, reached))               # spans may overlap
+        busy += max(0.0, span.end - max(span.start, reached))               # count overlapping spans once
         reached = max(reached, span.end)
     return 1 - busy / duration(timeline) if duration(timeline) else 0.0
 
 
 def chart(timeline: Timeline, width: int = 64) -> str:
-    """Draw the lanes as lines of text: first letters of labels, last digits of layers and chunks."""
+    """Draw each lane as a line of text.
+
+    A span shows the first letter of its label, or the last digit of the number of its layer or chunk."""
     lines, scale = [], width / max(duration(timeline), 1e-9)
     for lane, spans in lanes(timeline).items():
         row = "." * width
@@ -44,7 +46,7 @@ def chart(timeline: Timeline, width: int = 64) -> str:
 
 
 def write_trace(timelines: list[Timeline], path: Path):
-    """Write all timelines to one Chrome-trace file, on the clock that they share."""
+    """Write all timelines to one Chrome trace file. They share a clock, so requests line up."""
     events = [dict(ph="M", name="thread_name", pid=1, tid=number, args=dict(name=lane))
               for number, lane in enumerate(LANES, 1)]
     for timeline in timelines:

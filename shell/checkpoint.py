@@ -1,13 +1,14 @@
-"""A name or a folder -> a model and its tokenizer.
+"""Load a model and its tokenizer, given a name or a folder.
 
     classroom        the model in models/classroom, shipped with this repository
     tinyllama        TinyLlama/TinyLlama-1.1B-Chat-v1.0, from the Hugging Face hub or its local cache
     FOLDER           any folder in Hugging Face layout: config.json, model*.safetensors, tokenizer.json
-    OWNER/NAME       any such model on the hub, refused before its weights are downloaded if it does not fit
-    random:NAME      random weights, on one device always the same, and a byte-level tokenizer; with another
-                     context as random:NAME:TOKENS. See shell/random_models.py
+    OWNER/NAME       such a model on the hub; if it does not fit, its weights are not downloaded
+    random:NAME      random weights and a byte-level tokenizer; random:NAME:TOKENS sets the context.
+                     The weights are the same in each run on one device. See shell/random_models.py
 
-Weights travel one tensor at a time. On a CPU, where twice as much is free, products of many rows get a copy.
+Weights are read one tensor at a time. On a CPU, linear layers get a second copy of their weights in a faster
+layout (shell/linear.py), if there is enough free memory for it.
 """
 import ctypes
 import hashlib
@@ -30,10 +31,10 @@ from shell.pieces import Pieces
 CLASSROOM = Path(__file__).resolve().parent.parent / "models" / "classroom"
 ALIASES = {"classroom": str(CLASSROOM), "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
 OFFLINE = "The models classroom (shipped) and random:tinyllama need no network."
-WHOLE = "Choose a whole model, in safetensors: GGUF files, adapters and pickles are not read."
+WHOLE = "Choose a complete model in safetensors format; GGUF files, adapters and pickles are not read."
 TIED = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# A layer's part: what Hugging Face calls it, or its halves
+# Our name of a part of a layer -> Hugging Face's names of it, or of its halves
 NAMES = {"attention_norm": ["input_layernorm"], "mlp_norm": ["post_attention_layernorm"],
          "q_proj": ["self_attn.q_proj"], "o_proj": ["self_attn.o_proj"],
          "kv_proj": ["self_attn.k_proj", "self_attn.v_proj"],
@@ -42,24 +43,28 @@ NAMES = {"attention_norm": ["input_layernorm"], "mlp_norm": ["post_attention_lay
 
 
 def keep_freed_memory():
-    """Keep up to 1 GiB of what is freed. Else glibc may give it back after each layer, and the next one has
-    every page faulted in again: now and then, decode steps took ten times as long."""
+    """Let glibc keep up to 1 GiB of freed memory for reuse.
+
+    Otherwise glibc may return memory to the kernel after each layer, and the next layer faults every page in
+    again. Some decode steps then took ten times as long."""
     with suppress(AttributeError, OSError, TypeError):          # not glibc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-1, 1 << 30)                                    # M_TRIM_THRESHOLD
-        mallopt(-3, 32 << 20)        # M_MMAP_THRESHOLD: the largest that glibc takes
+        mallopt(-3, 32 << 20)        # M_MMAP_THRESHOLD: the largest allowed value
 
 
 def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = False, sharding=None):
-    """-> (Llama, tokenizer, end tokens: the ids after which an answer is over). Raises ModelError.
+    """Load a model. Raises ModelError.
 
-    `dtype` is auto or a key of DTYPES; `device` auto, cpu or cuda. `on_host`: keep the weights in
-    host memory, on any device (08). `sharding`: take only a rank's part (09)."""
+    `dtype`: auto or a key of DTYPES. `device`: auto, cpu or cuda. `on_host`: keep the weights in host memory
+    even on a GPU (chapter 08). `sharding`: load only this rank's part (chapter 09).
+
+    Returns: (Llama, tokenizer, end tokens: the ids that end an answer)."""
     try:
         return read_model(name, dtype, device, on_host, sharding)
     except ModelError:
         raise
-    except Exception as error:              # the libraries raise whatever their parsers raise
+    except Exception as error:              # parsers raise errors of any kind
         words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         hint = "the hub was not reached." if words.startswith("LocalEntryNotFoundError") else "is it whole?"
         raise ModelError(f"{name} cannot be loaded ({words}); {hint} {OFFLINE}") from error
@@ -67,7 +72,7 @@ def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = F
 
 def read_model(name: str, dtype: str, device: str, on_host: bool, sharding):
     device = pick_device(device)
-    torch.backends.cuda.enable_cudnn_sdp(False)     # cuDNN plans attention anew for each length, 20 to 40 ms
+    torch.backends.cuda.enable_cudnn_sdp(False)     # cuDNN takes 20 to 40 ms for each new length
     keep_freed_memory()
     if name.startswith("random:"):
         config, configs = random_models.random_config(name), [{}]
@@ -96,7 +101,7 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, sharding):
     model.eval().requires_grad_(False)
     if device == "cpu":
         speed_up(model, copies=not on_host and 2 * weight_bytes(model) < limits.free_host_memory())
-    elif not on_host and not sharding:  # a graph has no sums over ranks in it
+    elif not on_host and not sharding:  # CUDA graphs here have no all-reduce
         model.pieces = Pieces(model)
     named = [tokenizer.eos_token_id, *(config.get("eos_token_id") for config in configs)]
     ends = sum((ids if isinstance(ids, list) else [ids] for ids in named), [])
@@ -110,7 +115,7 @@ def pick_device(device: str) -> str:
 
 
 def pick_dtype(dtype: str, device: str, raw_config: dict) -> torch.dtype:
-    """auto: float32 on a CPU; on a GPU what the checkpoint was saved in, if that is 16-bit, else bfloat16."""
+    """Pick a dtype. auto: float32 on a CPU; on a GPU the checkpoint's own dtype if 16-bit, else bfloat16."""
     if dtype == "auto":
         saved = raw_config.get("dtype") or raw_config.get("torch_dtype")
         dtype = "float32" if device == "cpu" else saved if saved in ("bfloat16", "float16") else "bfloat16"
@@ -118,26 +123,31 @@ def pick_dtype(dtype: str, device: str, raw_config: dict) -> torch.dtype:
 
 
 def find_folder(name: str, files=("*.json", "*.jinja"), commit: str | None = None) -> Path:
-    """A name as the user typed it -> a local folder; `files` of a model on the hub are downloaded."""
+    """Return the local folder of a model, given its name as the user typed it.
+
+    Download `files` (patterns) of a model on the hub, at `commit` or the newest. Raises ModelError."""
     repository = ALIASES.get(name, name)
-    if os.path.isdir(repository):           # unlike Path.is_dir, False for a name that is too long
+    if os.path.isdir(repository):           # no error at a name that is too long
         return Path(repository)
     if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
-        raise ModelError(f"No model {name!r}: no such folder, and the hub names them OWNER/NAME. {OFFLINE}")
+        raise ModelError(f"No model {name!r}: no such folder, and the hub's names are OWNER/NAME. {OFFLINE}")
     from huggingface_hub import snapshot_download
     wanted = dict(allow_patterns=list(files), ignore_patterns=["*/*"], revision=commit)
-    return Path(snapshot_download(repository, **wanted))    # without a network, what the cache holds
+    return Path(snapshot_download(repository, **wanted))    # offline: from the local cache
 
 
 def read_json(path: Path) -> dict:
-    """-> {} where there is no such file."""
+    """Return the object in a JSON file, or {} if there is no such file."""
     return dict(**json.loads(path.read_text(encoding="utf-8-sig"))) if path.exists() else {}
 
 
 def find_tensors(name: str, folder: Path, whole: dict) -> dict:
-    """-> name -> path of each tensor of a model: in model.safetensors, or where the index says. Ignore
-    tensors that the index places in another file. Download the files of a model on the hub, unless the index
-    names a tensor that is not in `whole`. Raises ModelError."""
+    """Find the file of each tensor of a model: model.safetensors, or the file that the index names.
+
+    Tensors in a file other than the one that the index names are ignored. The files of a model on the hub are
+    downloaded, unless the index names a tensor that is not in `whole` (name -> tensor). Raises ModelError.
+
+    Returns: tensor name -> path."""
     one = "model.safetensors"
     stored = read_json(folder / f"{one}.index.json").get("weight_map", {})
     if one not in stored.values():
@@ -148,17 +158,19 @@ def find_tensors(name: str, folder: Path, whole: dict) -> dict:
     if not stored:
         raise ModelError(f"{name} has no model.safetensors. {WHOLE}")
     for key, file in stored.items():
-        if key not in whole and not key.endswith("rotary_emb.inv_freq"):        # which Rotary computes
-            raise ModelError(f"{folder / file} has a tensor {key}, which this model has no place for.")
+        if key not in whole and not key.endswith("rotary_emb.inv_freq"):        # Rotary computes it
+            raise ModelError(f"{folder / file} has a tensor {key}, which this model does not have.")
     find_folder(name, set(stored.values()), commit=folder.name)
     return {key: folder / file for key, file in stored.items()}
 
 
 def read_tokenizer(folder: Path):
-    """tokenizer.json says it all. (The class that tokenizer_config.json names may build it anew.)"""
+    """Read the tokenizer from tokenizer.json. Raises ModelError.
+
+    The class that tokenizer_config.json names is not used: it may build another tokenizer."""
     if not (folder / "tokenizer.json").exists():
-        raise ModelError(f"{folder} has no tokenizer.json; AutoTokenizer of transformers, from_pretrained "
-                         "and then save_pretrained, makes one of a tokenizer.model.")
+        raise ModelError(f"{folder} has no tokenizer.json; to make one from a tokenizer.model, call "
+                         "AutoTokenizer.from_pretrained of transformers, then save_pretrained.")
     from transformers import PreTrainedTokenizerFast
     tokenizer = PreTrainedTokenizerFast.from_pretrained(
         str(folder), local_files_only=True, model_max_length=1 << 40)       # the context is checked elsewhere
@@ -168,12 +180,12 @@ def read_tokenizer(folder: Path):
 
 
 def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, sharding=None) -> Llama:
-    """Room for the weights, after a look at whether there is any."""
+    """Return a Llama with room for the weights. Raises ModelError if there is not enough free memory."""
     config = sharding.config(config) if sharding else config
     size = weight_bytes(Llama(config, dtype, "meta"))
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else limits.free_host_memory()
     if size > free:
-        raise ModelError(f"{name} takes {size / 1e9:.1f} GB in {str(dtype)[6:]} and {free / 1e9:.1f} GB are "
+        raise ModelError(f"{name} takes {size / 1e9:.1f} GB in {str(dtype)[6:]}, but {free / 1e9:.1f} GB are "
                          "free; choose a smaller model or a 16-bit --dtype.")
     model = Llama(config, dtype, device)
     if sharding:
@@ -182,8 +194,10 @@ def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, sh
 
 
 def weights(model: Llama) -> dict[str, torch.Tensor]:
-    """Hugging Face name -> the tensor of the model that holds it. K and V, and gate and up, lie in one matrix
-    each (one product instead of two), so some of these are views of its halves."""
+    """Return Hugging Face's name of each weight -> the model's tensor for it.
+
+    The model keeps K and V in one matrix, and gate and up in another, because one product is faster than two.
+    So some of the tensors are views of half a matrix."""
     named = {"model.embed_tokens.weight": model.embedding, "model.norm.weight": model.norm.weight}
     if not model.config.tie_word_embeddings:
         named["lm_head.weight"] = model.head.weight
@@ -200,8 +214,10 @@ def weight_bytes(model: Llama) -> int:
 
 
 def read_tensors(names, whole: dict, found: dict, config: LlamaConfig, digest):
-    """Yield (name, tensor) of those asked for, and put them into `digest`. Of two that are tied, one is
-    enough. `whole`: name -> what the model has there, for the shapes. Raises ModelError."""
+    """Yield (name, tensor) for each of `names`, and add the tensors to `digest`. Raises ModelError.
+
+    `whole`: name -> a tensor of the expected shape. `found`: name -> path. If two weights are tied, the file
+    needs only one of them."""
     both = [name for name in TIED if config.tie_word_embeddings and name in found]
     if len(both) == 2 and not torch.equal(*(read_tensor(found[name], name) for name in both)):
         raise ModelError(f"{TIED[1]} is not the embedding that config.json ties it to; correct "
@@ -212,16 +228,17 @@ def read_tensors(names, whole: dict, found: dict, config: LlamaConfig, digest):
             raise ModelError(f"The model lacks {name}; it is incomplete: copy or download it again.")
         tensor, shape = read_tensor(found[source], source), whole[name].shape
         if tensor.shape != shape:
-            raise ModelError(f"{found[source]}: {source} is {[*tensor.shape]}, by config.json {[*shape]}.")
-        if not (both and name == TIED[1]):      # of two tied ones, which ranks divide differently, the first
+            raise ModelError(f"{found[source]}: {source} is {[*tensor.shape]}; config.json says {[*shape]}.")
+        if not (both and name == TIED[1]):      # ranks shard two tied weights differently: hash one
             digest.update(f"{name} {tensor.dtype}".encode())
             digest.update(tensor.flatten().view(torch.uint8).numpy())
         yield name, tensor
 
 
 def read_tensor(path: Path, name: str) -> torch.Tensor:
-    """Return a tensor of a file. Each call opens the file, because closing it unmaps what was read. Raises
-    ModelError."""
+    """Read one tensor of a file. Raises ModelError.
+
+    Each call opens the file again, because closing it unmaps the pages that were read."""
     with safe_open(path, "pt") as file:
         tensor = file.get_tensor(name)
     if tensor.dtype not in (torch.float64, *DTYPES.values()):
@@ -231,17 +248,18 @@ def read_tensor(path: Path, name: str) -> torch.Tensor:
 
 
 def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
-    """-> the same weights as `transformers` runs them, by sdpa, and decodes with them greedily: what every
-    claim of equality is checked against."""
+    """Load a model with `transformers`, for sdpa attention and greedy decoding.
+
+    Every claim of equality is checked against this model."""
     from transformers import AutoModelForCausalLM, GenerationConfig, logging
     from transformers import LlamaConfig as TheirConfig
     options = dict(dtype=dtype, attn_implementation="sdpa")
-    if name.startswith("random:"):      # on the host, where no weight is copied for products
+    if name.startswith("random:"):      # on_host: no weights in another layout
         plain = load(name, str(dtype)[6:], device, on_host=True)[0]
         model = AutoModelForCausalLM.from_config(TheirConfig(**asdict(plain.config)), **options)
         model.load_state_dict(weights(plain), assign=True)
     else:
-        logging.disable_progress_bar()      # of reading, in a demo's output
+        logging.disable_progress_bar()      # they would appear in a demo's output
         model = AutoModelForCausalLM.from_pretrained(find_folder(name), use_safetensors=True, **options)
-        model.generation_config = GenerationConfig()    # the folder's may sample, or punish repetition
+        model.generation_config = GenerationConfig()    # the folder's may sample or penalize repetition
     return model.to(device).eval()

@@ -1,4 +1,4 @@
-"""The command line that every chapter gets: the demo, one answer, or the server."""
+"""The command line of every chapter: run the demo, answer one prompt, or start the server."""
 import argparse
 import os
 import signal
@@ -14,7 +14,7 @@ from shell.frontend import Frontend, check_messages
 
 
 def bounded(kind, low, high):
-    """An argparse type: a number of `kind` from `low` to `high`."""
+    """Return an argparse type: a number of `kind` (int or float) from `low` to `high`."""
     def parse(string):
         with suppress(ValueError):
             if low <= (value := kind(string)) <= high:
@@ -30,19 +30,19 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}; --help lists the options\n")
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--demo", action="store_true", help="the lesson, in about a minute")
-    what.add_argument("--prompt", metavar="TEXT", help="answer TEXT once and end")
-    add("--host", default="127.0.0.1", help="address of the server (default: this machine only)")
-    add("--port", type=bounded(int, 0, 65535), default=5000, help="of the server (default 5000, 0: any)")
+    what.add_argument("--demo", action="store_true", help="run the lesson's demo, about a minute")
+    what.add_argument("--prompt", metavar="TEXT", help="answer TEXT and exit")
+    add("--host", default="127.0.0.1", help="the server's address (default: this machine only)")
+    add("--port", type=bounded(int, 0, 65535), default=5000, help="the server's port (default 5000; 0: any)")
     add("--model", default="classroom",
         help="classroom (default), tinyllama, FOLDER, OWNER/NAME on the hub, or random:NAME")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where the model is (auto)")
-    add("--dtype", default="auto", choices=("auto", *checkpoint.DTYPES), help="of its numbers (auto)")
-    add("--max-tokens", type=bounded(int, 1, 1 << 20), default=128, help="length of an answer (default 128)")
-    add("--explain", action="store_true", help="print a line for each thing that a step does")
-    add("--rounds", type=bounded(int, 1, 1000), default=3, help="of what the demo times (default 3)")
-    add("--json", type=Path, metavar="FILE", help="write the numbers of the demo or of the answer")
-    add("--trace", type=Path, metavar="FILE", help="write the timeline, for Perfetto or chrome://tracing")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where the model runs (auto)")
+    add("--dtype", default="auto", choices=("auto", *checkpoint.DTYPES), help="dtype of all numbers (auto)")
+    add("--max-tokens", type=bounded(int, 1, 1 << 20), default=128, help="tokens per answer (default 128)")
+    add("--explain", action="store_true", help="print a line for each event of a step")
+    add("--rounds", type=bounded(int, 1, 1000), default=3, help="timed rounds in the demo (default 3)")
+    add("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    add("--trace", type=Path, metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
     return parser
 
 
@@ -50,22 +50,22 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
     """Run a chapter from the command line.
 
     add_arguments(parser)               adds the chapter's own options
-    make_engine(model, arguments)       returns its engine, and prints its pools to stderr
-    demo(model, frontend, arguments)    prints the lesson; returns (report for --json, timelines)
-    load(name, dtype, device)           as checkpoint.load; layers on the host (08), or a part (09)
+    make_engine(model, arguments)       returns the chapter's engine, and prints its pools to stderr
+    demo(model, frontend, arguments)    prints the demo; returns (report for --json, timelines for --trace)
+    load(name, dtype, device)           loads the model: checkpoint.load, or a variant of it (08 and 09)
     """
     parser = parser_for(doc)
     add_arguments(parser)
     arguments = parser.parse_args()
 
-    handle_signals(signal.SIGTERM, signal.SIGHUP)   # what is told to end leaves nothing behind
+    handle_signals(signal.SIGTERM, signal.SIGHUP)   # so that a terminated process cleans up
     limits.limit_threads()
-    for name in "stdout", "stderr":                 # None where the shell has closed it
+    for name in "stdout", "stderr":                 # None if the parent closed it
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
-    sys.stdout.reconfigure(errors="replace")        # a terminal without UTF-8 shows ?, and the answer goes on
+    sys.stdout.reconfigure(errors="replace")        # a terminal without UTF-8 shows ?
     try:
         run(doc, chapter, arguments, make_engine, demo, load)
-    except BrokenPipeError:         # which `shell.print_exception` knows
+    except BrokenPipeError:         # `shell.print_exception` handles it
         raise
     except KeyboardInterrupt as error:
         exit_process(128 + (error.args or (signal.SIGINT,))[0])
@@ -77,17 +77,17 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
 
 
 def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
-    # 1. What cannot work fails now, not after a minute of work
+    # 1. Fail now, not after a minute of work
     for path in filter(None, (arguments.json, arguments.trace)):
         there = os.path.lexists(path)
         path.open("a").close()
-        if not there:           # an answer that fails leaves no empty file
+        if not there:           # do not leave an empty file if the run fails
             path.unlink()
     serving = not arguments.demo and arguments.prompt is None
     if arguments.prompt is not None:
         check_messages([dict(role="user", content=arguments.prompt)])
     if serving:
-        from shell import server  # here, since only a server needs Flask
+        from shell import server  # imported here: only the server needs Flask
         listener = server.listen(arguments.host, arguments.port)
 
     # 2. The model
@@ -96,7 +96,7 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
     info = dict(chapter=chapter, model=arguments.model, dtype=str(model.dtype)[6:],
                 device=torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu")
 
-    # 3. The demo makes its own engines; otherwise one engine serves, or answers once
+    # 3. The demo makes its own engines; the server and --prompt use one engine
     check_signals()
     if arguments.demo:
         lesson.ROUNDS = arguments.rounds
@@ -109,12 +109,12 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
                 info["title"] = (doc or chapter).partition("\n")[0]
                 return server.serve(listener, server.Server(engine, frontend, info))
             result = answer(engine, frontend.request(arguments.prompt, max_tokens=arguments.max_tokens))
-            print(f"{result.text * engine.explain}\n\n{summary(result)}")     # behind the lines of steps
+            print(f"{result.text * engine.explain}\n\n{summary(result)}")     # --explain's lines came first
         finally:
             engine.close()
         report, timelines = result.as_json(), [result.timeline]
 
-    # 4. What was asked for in files
+    # 4. The files of --json and --trace
     if arguments.json:
         arguments.json.write_text(to_json({**info, **report}, indent=1) + "\n")
     if arguments.trace:
@@ -122,7 +122,9 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
 
 
 def answer(engine, request: Request) -> Result:
-    """Step until a request is answered, and print its text as it comes. Raises the request's error."""
+    """Step the engine until a request has its answer, and print the text as it is decoded.
+
+    Returns: the Result. Raises the request's error."""
     engine.submit(request)
     while not request.pieces.empty() or request.outcome is None:
         check_signals()
@@ -143,20 +145,22 @@ def summary(result: Result) -> str:
 
 
 def blocks_that_fit(asked: int | None, useful: int, block_bytes: int, device, option: str) -> int:
-    """Return `asked` blocks, or by default the `useful` ones, at most 80 % of a GPU's free memory or 25 %
-    of the host's. Raises ModelError if they do not fit."""
+    """Return the number of blocks of a pool. Raises ModelError if they do not fit.
+
+    `asked`: the user's number; None means `useful` blocks, but at most 80 % of a GPU's free memory, or 25 %
+    of the host's. `option`: the option that an error names."""
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info()[0] if on_gpu else limits.free_host_memory()
-    pinned = not on_gpu and torch.cuda.is_initialized()     # the host's, beside a GPU
+    pinned = not on_gpu and torch.cuda.is_initialized()     # host memory on a machine with a GPU
 
     def most(share: float) -> int:
         size = int(min(free * share, 1 << 62))
-        return (1 << size.bit_length() - 1 if pinned else size) // block_bytes      # a power of two is pinned
+        return (1 << size.bit_length() - 1 if pinned else size) // block_bytes      # pinned: a power of two
 
     blocks = max(1, min(useful, most(0.8 if on_gpu else 0.25))) if asked is None else asked
-    if blocks > most(0.9):      # the forward pass needs some too
-        words = ", rounded up to a power of two," if pinned else ""
+    if blocks > most(0.9):      # the forward pass needs memory too
+        words = ", rounded up to a power of two" if pinned else ""
         raise checkpoint.ModelError(
-            f"{blocks} blocks take {blocks * block_bytes / 1e9:.1f} GB{words} and {free / 1e9:.1f} GB are "
+            f"{blocks} blocks take {blocks * block_bytes / 1e9:.1f} GB{words}, but {free / 1e9:.1f} GB are "
             f"free; choose at most {option} {most(0.9)}.")
     return blocks

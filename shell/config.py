@@ -1,4 +1,4 @@
-"""A config.json in Hugging Face layout -> a LlamaConfig, or the field that this model cannot follow."""
+"""Turn a Hugging Face config.json into a LlamaConfig, or name the field that is not supported."""
 import math
 import sys
 
@@ -7,13 +7,13 @@ from common.llama import LlamaConfig
 FAMILIES = "llama", "mistral", "qwen2", "qwen3", "smollm3"
 NUMBERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
            "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta")
-# Dynamic scaling begins behind max_position_embeddings, where the context ends.
+# Dynamic scaling changes nothing within max_position_embeddings, and the context ends there.
 ROPES = {"default": (), "dynamic": (), "linear": ("factor",), "llama3": (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
 
 
 class ModelError(ValueError):
-    """The model cannot be had; the message is one sentence that says what to do."""
+    """The model cannot be loaded. The message is one sentence that tells the user what to do."""
 
 
 def require(fine: bool, message: str):
@@ -22,8 +22,10 @@ def require(fine: bool, message: str):
 
 
 def read_config(raw: dict) -> LlamaConfig:
-    """Read a config.json as `transformers` does, which ignores what it does not know. Raises ModelError with
-    the name of the field that asks for other mathematics or other weights. May add fields to `raw`."""
+    """Read a config.json as `transformers` does: unknown fields are ignored.
+
+    May add fields to `raw`. Raises ModelError with the name of a field that asks for another computation or
+    other weights."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     family, kind = raw.get("model_type"), str(raw.get("architectures") or "ForCausalLM").strip("[']")
     require(family in FAMILIES, f"model_type must be {', '.join(FAMILIES)}, not {family!r}")
@@ -33,13 +35,13 @@ def read_config(raw: dict) -> LlamaConfig:
         quantized = value and name.startswith(("quantization", "compression"))
         how = value.get("quant_method", "set") if isinstance(value, dict) else value
         require(not quantized, f"{name} is {how}; choose a model that is not quantized")
-    config = CONFIG_MAPPING[family].from_dict(raw)      # raises whatever its checks raise
-    config.standardize_rope_params()        # again, as the model does
+    config = CONFIG_MAPPING[family].from_dict(raw)      # may raise errors of any kind
+    config.standardize_rope_params()        # a second time, as in transformers' models
     rope, heads, act = config.rope_parameters, config.num_attention_heads, config.hidden_act
     scaling, rotated = rope["rope_type"], rope.get("partial_rotary_factor")
     require(act in ("silu", "swish"), f"hidden_act is {act}; choose a model with SwiGLU")
     require(rotated in (None, 1), f"partial_rotary_factor is {rotated}; choose one that rotates whole heads")
-    require(scaling in ROPES, f"rotary scaling is {scaling!r}, and not supported; {', '.join(ROPES)} are")
+    require(scaling in ROPES, f"rotary scaling {scaling!r} is not supported; {', '.join(ROPES)} are")
     numbers = {name: (vars(config) | rope)[name] for name in (*NUMBERS, *ROPES[scaling])}
     for name, value in numbers.items():
         fine = isinstance(value, (int, float)) and 0 < value < math.inf
@@ -47,7 +49,7 @@ def read_config(raw: dict) -> LlamaConfig:
     fine = heads % config.num_key_value_heads == 0
     require(fine, "num_attention_heads must be a multiple of num_key_value_heads")
     fields = {name: numbers.pop(name) for name in ROPES[scaling]}
-    bias = family in ("llama", "qwen3", "smollm3") and config.attention_bias        # which others ignore
+    bias = family in ("llama", "qwen3", "smollm3") and config.attention_bias        # other families ignore it
     turned = config.no_rope_layers if family == "smollm3" else ()
     return LlamaConfig(
         **numbers | {"max_position_embeddings": read_context(config)},
@@ -60,7 +62,9 @@ def read_config(raw: dict) -> LlamaConfig:
 
 
 def read_context(config) -> int:
-    """-> the tokens up to which full attention is exact: all, or a layer's sliding window."""
+    """Return the most tokens for which full attention is exact.
+
+    That is the context, or a layer's sliding window if it is smaller. Raises ModelError."""
     kinds, context = set(getattr(config, "layer_types", None) or ()), config.max_position_embeddings
     window = getattr(config, "sliding_window", None)
     can = {"full_attention", "sliding_attention"} if window else {"full_attention"}
@@ -69,5 +73,5 @@ def read_context(config) -> int:
         return context
     require(window > 0, f"sliding_window must be a positive number, not {window}")
     if window < context:
-        print(f"Attention slides, so the context is {window} tokens, not {context}.", file=sys.stderr)
+        print(f"Attention uses a window, so the context is {window} tokens, not {context}.", file=sys.stderr)
     return min(window, context)

@@ -1,4 +1,4 @@
-"""What is asked -> a Request: fields and their checks, chat templates, text with stop strings."""
+"""Turn a user's input into a Request: check fields, apply the chat template, stop at stop strings."""
 import codecs
 import re
 import time
@@ -9,17 +9,17 @@ from common.requests import BadRequest, Request
 # 1. Fields --------------------------------------------------------------------------------------------------
 
 def number(low: float, high: float, kinds=int):
-    """Return a test: whether a value is a number from `low` to `high`."""
+    """Return a predicate: True for a number of type `kinds` from `low` to `high`."""
     return lambda value: isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
 
 
 def whole(value):
-    """Return a float without a fraction as an int, as 16 for 16.0, and any other value as it is."""
+    """Return a float without a fraction as an int (16.0 as 16), and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def text(value, low: int = 0, high: float = float("inf")) -> bool:
-    """Test for a string of `low` to `high` characters, without lone surrogates."""
+    """Return True for a string of `low` to `high` characters without lone surrogates."""
     return isinstance(value, str) and low <= len(value) <= high and not re.search("[\ud800-\udfff]", value)
 
 
@@ -33,8 +33,8 @@ def text_parts(value) -> bool:
         isinstance(part, dict) and part.get("type") == "text" and text(part.get("text")) for part in value)
 
 
-UNSET = ("seed", -1), ("top_k", -1)             # as clients of vLLM ask for the default
-# name -> (test, what it must be)
+UNSET = ("seed", -1), ("top_k", -1)             # clients of vLLM ask for the default this way
+# name -> (predicate, the words of an error: "NAME must be ...")
 SAMPLING = {
     "max_tokens": (number(1, 1 << 20), f"a whole number from 1 to {1 << 20}"),
     "temperature": (number(0, 100, (int, float)), "a number from 0 (greedy) to 100"),
@@ -56,8 +56,14 @@ MESSAGE = {
 
 
 def check_fields(body, fields: dict, what: str = "The body", needed: str = "") -> dict:
-    """Return the fields of a JSON object that are set; null, [] and {} ask for nothing, whatever the name.
-    Raises BadRequest at one that is unknown or wrong, and where the one `needed` is not set."""
+    """Check the fields of a JSON object. Raises BadRequest.
+
+    A field of any name whose value is null, [] or {} counts as not set.
+
+    `fields`: name -> (predicate, words), as SAMPLING has them. `what`: the object's name in errors. `needed`:
+    the name of a field that must be set.
+
+    Returns: the fields that are set."""
     if not isinstance(body, dict):
         raise BadRequest(f"{what} must be a JSON object.")
     asked = {name: whole(value) for name, value in body.items()
@@ -74,11 +80,13 @@ def check_fields(body, fields: dict, what: str = "The body", needed: str = "") -
 
 
 def check_messages(messages) -> list[dict]:
-    """Turn OpenAI's messages into [{role, content}] with strings as contents. Raises BadRequest."""
+    """Check OpenAI's messages. Raises BadRequest.
+
+    Returns: [{role, content}], with each content as one string."""
     checked = []
     for message in messages:
         message = check_fields(message, MESSAGE, "Each message", needed="role")
-        content = message.get("content", "")    # an answer that called tools has none
+        content = message.get("content", "")    # a message with tool calls has no content
         if isinstance(content, list):
             content = "".join(part["text"] for part in content)
         checked.append(dict(role=message["role"].replace("developer", "system"), content=content))
@@ -89,28 +97,31 @@ def check_messages(messages) -> list[dict]:
 
 # 2. Text ----------------------------------------------------------------------------------------------------
 
-BYTE = re.compile("<0x([0-9A-F]{2})>")          # a token of one byte, in a vocabulary of words
+BYTE = re.compile("<0x([0-9A-F]{2})>")          # the name of a token that is one byte
 
 
 class Writer:
-    """Turn tokens into text one by one; hold back what may be the beginning of a stop string. Special tokens
-    are not part of the text, but may be part of a stop string.
+    """A decoder of one answer: it turns tokens into text one by one, up to a stop string.
 
-    before: the tokens that this text continues. A decoder that begins anew drops the first space."""
+    It holds back text that may be the beginning of a stop string. Special tokens are not part of the text,
+    but they may be part of a stop string.
+
+    `stop`: a stop string or several. `before`: the tokens that the answer continues. They are decoded as
+    context, because a tokenizer drops the space at the beginning of a text."""
 
     def __init__(self, tokenizer, stop: str | list[str] = (), before: list[int] = ()):
         self.tokenizer = tokenizer.backend_tokenizer
         added = self.tokenizer.get_added_tokens_decoder().items()
         self.special = {number: token.content for number, token in added if token.special}
         self.stop = [stop] if isinstance(stop, str) else list(stop)
-        self.before = self.context = list(before[-16:])         # the context tells where a space belongs
-        self.decoded = len(self.tokenizer.decode(self.context))     # characters of it that are not new
+        self.before = self.context = list(before[-16:])         # decoded before each new token
+        self.decoded = len(self.tokenizer.decode(self.context))     # characters that are not new
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self.held, self.visible = "", []        # not released yet, and whether each character is for the text
+        self.held, self.visible = "", []        # held back, and which characters are visible
         self.text, self.stopped = "", False
 
     def decode(self, token: int) -> str:
-        """Return the text that a token adds, without a character at its end that is still open."""
+        """Return the text that a token adds, without a last character that is still incomplete."""
         if byte := BYTE.fullmatch(self.tokenizer.id_to_token(token) or ""):
             text, is_open = self.utf8.decode(bytes.fromhex(byte[1])), False
         else:
@@ -124,7 +135,10 @@ class Writer:
         return text
 
     def push(self, token: int, is_end: bool = False) -> str:
-        """Return the text that is certain after this token; "" while a character or stop string is open."""
+        """Add a token and return the text that can be released now.
+
+        `is_end`: the token ends the answer and is never visible. Returns: "" while a character is incomplete,
+        or while the text may still turn out to be a stop string."""
         hidden = self.tokenizer.id_to_token(token) or "" if is_end else self.special.get(token)
         piece = self.decode(token) if hidden is None else hidden
         self.held += piece
@@ -137,7 +151,9 @@ class Writer:
         return self.release(self.first(lambda rest: any(stop.startswith(rest) for stop in self.stop)))
 
     def first(self, test) -> int:
-        """Return from where on the held text passes `test`, with special tokens or without; or its length."""
+        """Return the first index from which the held text passes `test`, with or without its special tokens.
+
+        Returns: the length of the held text if there is no such index."""
         some_hidden = not all(self.visible)
         for start in range(len(self.held)):
             rest = self.held[start:]
@@ -146,33 +162,37 @@ class Writer:
         return len(self.held)
 
     def release(self, end: int) -> str:
-        """Return the text of the first `end` characters that are held back, and hold the rest."""
+        """Release the first `end` characters that are held back, and return the visible ones."""
         piece = "".join(compress(self.held[:end], self.visible))
         self.text, self.held, self.visible = self.text + piece, self.held[end:], self.visible[end:]
         return piece
 
 
-# 3. From what is asked to a Request -------------------------------------------------------------------------
+# 3. Requests ------------------------------------------------------------------------------------------------
 
 LINES = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 
 class Frontend:
-    """Make requests of what is asked. `fields`: the chapter's own, as in SAMPLING."""
+    """Makes a Request from a prompt or messages, for one model and its tokenizer.
+
+    `fields`: the chapter's own request fields, in the form of SAMPLING."""
 
     def __init__(self, model, tokenizer, end_tokens, fields: dict | None = None):
         words = sorted(Writer(tokenizer).special.values(), key=len, reverse=True)
         self.special = re.compile(f"({'|'.join(map(re.escape, words)) or '(?!)'})")
         self.model, self.tokenizer, self.end_tokens = model, tokenizer, frozenset(end_tokens)
         self.fields = fields or {}
-        self.context = model.config.max_position_embeddings     # tokens, answer included
-        self.longest = max(map(len, tokenizer.backend_tokenizer.get_vocab()))   # characters of a token
+        self.context = model.config.max_position_embeddings     # tokens, including the answer
+        self.longest = max(map(len, tokenizer.backend_tokenizer.get_vocab()))   # characters in a token
 
     def request(self, prompt=None, messages=None, raw: bool = False, received=None, **asked) -> Request:
-        """Make a Request. `prompt`: one user's message as a string, or a list of token ids taken as they are,
-        or one of these in a list. `messages`: a conversation [{role, content}]. `raw`: the answer continues
-        the string. `received`: when, in seconds of time.perf_counter(). `asked`: SAMPLING and own fields,
-        checked by `check_fields`. Raises BadRequest."""
+        """Make a Request. Raises BadRequest.
+
+        `prompt`: a user's message as a string, or a list of token ids, or a list with one of these in it.
+        `messages`: a conversation, [{role, content}]. `raw`: do not apply the chat template; the answer
+        continues the string. `received`: the arrival time, in seconds of time.perf_counter(). `asked`: the
+        fields of SAMPLING and of the chapter; `check_fields` must have checked them."""
         received = received or time.perf_counter()
         if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt[:2]):
             if len(prompt) > 1:
@@ -188,50 +208,58 @@ class Frontend:
                        received=received, **asked)
 
     def encode(self, prompt, messages, raw: bool = False) -> list[int]:
-        """Return the prompt's tokens; `raw`: a prompt stays as it is, outside any chat. Raises BadRequest."""
+        """Return the tokens of a prompt, or of messages. `raw`: do not apply the chat template to a prompt.
+        Raises BadRequest."""
         if (prompt is None) == (messages is None):
             raise BadRequest("Give either prompt or messages, not both and not empty.")
         if isinstance(prompt, list):
-            self.check_length(len(prompt), "tokens")            # what cannot fit is not looked at
+            self.check_length(len(prompt), "tokens")            # before a look at each token
             tokens = [*map(whole, prompt)]
         else:
-            self.check_length(len(messages or ()), "messages")  # each takes a token at least
+            self.check_length(len(messages or ()), "messages")  # each takes at least one token
             said = check_messages([dict(role="user", content=prompt)] if messages is None else messages)
             self.check_length(sum(len(message["content"]) for message in said), "characters", self.longest)
             tokens = self.tokenizer.encode(prompt) if raw and messages is None else self.converse(said)
             if tokens[:2] == [self.tokenizer.bos_token_id] * 2:
-                tokens = tokens[1:]             # the prompt has its own
+                tokens = tokens[1:]             # the prompt began with one
         top = self.model.config.vocab_size - 1
         if not tokens or not all(map(number(0, top), tokens)):
-            raise BadRequest(f"Token ids must be from 0 to {top}, one at least.")
+            raise BadRequest(f"Token ids must be from 0 to {top}; give at least one.")
         return tokens
 
     def check_length(self, count: int, what: str, most: int = 1):
-        """Raise BadRequest at a prompt of `count` pieces, of which a token holds `most`, that cannot fit."""
+        """Raise BadRequest if a prompt cannot fit in the context.
+
+        `count`: its length in units of `what`. `most`: how many of these a token may hold."""
         if count >= self.context * most:
             raise BadRequest(f"The prompt is {count} {what}, and the context of this model is {self.context} "
                              "tokens, answer included; shorten the prompt.")
 
     def converse(self, messages: list[dict]) -> list[int]:
-        """Return the tokens of a conversation. Special tokens are the template's only: in a message they are
-        encoded as the words that they look like, so that no message can end itself and begin another one."""
+        """Return the tokens of a conversation.
+
+        Only the chat template may write special tokens. The text of a special token in a message is encoded
+        as ordinary text, so that a message cannot end itself and begin another one."""
         said = "".join(message["content"] for message in messages)
-        begin = self.tokenizer.chat_template is None            # a template writes what a text begins with
+        begin = self.tokenizer.chat_template is None            # a template writes its own
         if not self.special.search(said):
             return self.tokenizer.encode(self.render(messages), add_special_tokens=begin)
         gap = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in said)
-        # A letter that nobody says keeps the words of special tokens apart
+        # Put a letter that no message contains between the letters of a special token's text, so that the
+        # split below finds the template's special tokens only.
         messages = [dict(message, content=self.special.sub(
             lambda word: gap.join(word[0]) + gap, message["content"])) for message in messages]
         tokens = self.tokenizer.encode("", add_special_tokens=begin)
-        for index, part in enumerate(self.special.split(self.render(messages))):    # odd ones are special
+        # Odd parts are special tokens
+        for index, part in enumerate(self.special.split(self.render(messages))):
             tokens += self.tokenizer.encode(part.replace(gap, ""), add_special_tokens=False,
                                             split_special_tokens=index % 2 == 0)
         return tokens
 
     def render(self, messages: list[dict]) -> str:
-        """Return the text of a conversation; of a model without a chat template, a line for each message. A
-        template may refuse an order of roles: raises BadRequest."""
+        """Return a conversation as text: by the chat template, or else with one line per message.
+
+        Raises BadRequest if the template refuses the order of roles."""
         template = LINES if self.tokenizer.chat_template is None else None      # None: the tokenizer's own
         try:
             return self.tokenizer.apply_chat_template(
@@ -239,6 +267,6 @@ class Frontend:
         except Exception as error:
             if [message["role"] for message in messages[:2]] != ["system", "user"]:
                 raise BadRequest(f"The model's chat template refuses these messages ({error}).") from None
-        # Some have no system role: what it says goes before what the user says first
+        # Some templates have no system role: put the system's message before the user's first message.
         said = "\n\n".join(message["content"] for message in messages[:2])
         return self.render([dict(role="user", content=said), *messages[2:]])

@@ -1,4 +1,4 @@
-"""The link between device and host memory: a GPU's, or the model that stands for it (`--link`)."""
+"""The link between device memory and host memory: a GPU's, or a modelled one (`--link`)."""
 import sys
 from functools import cache
 
@@ -12,23 +12,25 @@ from shell.modelled_link import Bandwidth, LikeA100, ModelledLink, speed
 
 
 def add_option(parser):
-    words = "without a GPU, the modelled link's speed; auto (default): what an A100's would be here"
+    words = "speed of the modelled link, without a GPU; auto (default): as for an A100"
     parser.add_argument("--link", type=speed, default="auto", metavar="GB/S", help=words)
 
 
 def bandwidth(model, asked: Bandwidth | None = None) -> Bandwidth | None:
-    """Return the modelled link's; None with CUDA, where the link is real. Raises ModelError."""
+    """Return the modelled link's bandwidth, or None with CUDA, where the link is real. Raises ModelError."""
     if model.device.type != "cuda":
         return asked or LikeA100(model)
     if asked:
-        raise ModelError("--link models a link on machines without a GPU, and here is one; leave it out.")
+        raise ModelError("--link is for machines without a GPU, and this machine has one; leave --link out.")
 
 
-warn_once = cache(print)    # the same words to the same file
+warn_once = cache(print)    # print the same line once
 
 
 def connect(name: str, clock, bandwidth=None, wake=lambda: None, background=False) -> Link | ModelledLink:
-    """-> one direction of the link: the GPU's; where there is none, one of so many bytes/s."""
+    """Return one direction of the link: the GPU's, or without a GPU a modelled one.
+
+    `bandwidth`: of a modelled link, a Bandwidth or bytes/s. The other arguments: see the two classes."""
     if clock.device.type != "cuda":
         return ModelledLink(name, clock, bandwidth, wake, background)
     link = Link(name, clock)
@@ -37,8 +39,10 @@ def connect(name: str, clock, bandwidth=None, wake=lambda: None, background=Fals
 
 
 def check_kernels(link: Link):
-    """Copy scattered blocks to the GPU and back, by a kernel one way and by the copy engine the other. If
-    they arrive changed, or if that raises, the link leaves all blocks to the copy engine."""
+    """Check once that the copy kernel works; if not, let the copy engine copy all blocks.
+
+    Scattered blocks are copied to the GPU and back, one way by the kernel and the other way by the copy
+    engine, and then compared."""
     here, there = [4, 1, 6], [5, 0, 3]
     places = BlockPairs(there, here), BlockPairs(here, there)
     try:
@@ -52,5 +56,5 @@ def check_kernels(link: Link):
         link.backend = None
     except Exception as error:
         link.backend = "direct"
-        words = f"No kernel copies between host memory and the GPU ({in_words(error)})"
-        warn_once(f"{words}: blocks that lie apart are copied one by one, and take longer.", file=sys.stderr)
+        words = f"The kernel cannot copy between host memory and the GPU ({in_words(error)})"
+        warn_once(f"{words}: scattered blocks are copied one by one, and take longer.", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What demos and benchmarks share: what is asked, "equal to chapter 01 or end", timing in turn, tables."""
+"""Helpers of demos and benchmarks: prompts, the comparison with chapter 01, timing in turn, tables."""
 import random
 import statistics
 import time
@@ -16,28 +16,31 @@ TURNS = [
     "called Pip. The meeting is on Friday. Ben works as a baker. The color of the ball is green. My favorite "
     "food is honey.", "Where is the lamp?", "What is my cat called?", "What is the password of the safe?"]
 SECRET, QUESTION = "The password of the safe is tiger.", TURNS[-1]
-LONGEST_FACT = 16  # tokens, by which a document may be longer than asked
-ROUNDS = 3  # of everything that a demo times, after a warm-up: --rounds
-SECONDS = 2.0  # that a prefill of a demo takes at most
+LONGEST_FACT = 16  # tokens; a document may exceed its size by one fact
+ROUNDS = 3  # timed repetitions in a demo, after a warm-up; --rounds sets it
+SECONDS = 2.0  # the longest prefill of a demo
 
-LARGER, HISTORY, ASKED = "random:long", 1024, 32  # for times: a model; tokens of a history and of a question
+# For TTFT: a model, and the tokens of a history and of a question
+LARGER, HISTORY, ASKED = "random:long", 1024, 32
+# Title of a table -> seconds of a layer's transfer, over seconds of its projection
 LINKS = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
 
 
 def context(model, frontend: Frontend) -> int:
-    """-> tokens of the model's context that a demo uses: 512, doubled as long as a prefill takes SECONDS at
-    most at the speed that is measured now. Print a line where that is not all."""
+    """Return how many tokens of the model's context a demo uses, and print a line if that is not all of them.
+
+    It is 512, doubled while a prefill takes at most SECONDS at the measured speed of this machine."""
     tokens, most = min(512, frontend.context), SECONDS * machine_of(model).fastest
     while tokens < frontend.context and flops(model.config, 0, 2 * tokens) <= most:
         tokens = min(2 * tokens, frontend.context)
     if tokens < frontend.context:
-        print(f"Of {frontend.context} tokens of context {tokens} are used: this machine computes them in "
-              f"{SECONDS:g} s at most, as was measured now.\n")
+        print(f"Of {frontend.context} tokens of context, {tokens} are used: as measured now, this machine "
+              f"computes them in {SECONDS:g} s at most.\n")
     return tokens
 
 
 def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
-    """At least `tokens` tokens of facts; of passwords it says only `secret`."""
+    """Return a text of facts with at least `tokens` tokens. If `secret` is given, it is the only password."""
     text = f"Read this: {secret}".rstrip()
     while len(frontend.tokenizer.encode(text)) < tokens:
         fact = texts.draw_fact(rng, texts.Level())
@@ -47,8 +50,10 @@ def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
 
 
 def document_for(engine, frontend: Frontend, rng, tokens: int, turns: list[str], new: int) -> str:
-    """A document of `tokens` that tells said[0], or a shorter one: with the turns said[1:], and answers of
-    `new` tokens, it fits in every pool of `engine`. Raises BadRequest."""
+    """Return a document of `tokens` tokens that contains the fact turns[0], or a shorter one.
+
+    A conversation of the document, the questions turns[1:] and answers of `new` tokens each fits in every
+    pool of `engine`. Raises BadRequest if even a short document does not fit."""
     messages = [[dict(role="user", content=text), dict(role="assistant", content="")] for text in turns]
     rest = len(frontend.encode(None, sum(messages, [])[:-1])) + len(turns) * new + LONGEST_FACT
     size = engine.pool.block_size
@@ -58,13 +63,15 @@ def document_for(engine, frontend: Frontend, rng, tokens: int, turns: list[str],
 
 
 def describe_link(link) -> dict:
-    """Print the line about a link -> the same for the report of a demo."""
+    """Print a line about a link, and return the same as a dict for the demo's report."""
     print(f"{link}\n")
     return dict(modelled=link.modelled, gbps=link.speed() / 1e9)
 
 
 def check_room(pools: dict[str, int], needed: int, size: int):
-    """Raise BadRequest if a pool (name -> blocks of `size` tokens) has fewer blocks than a demo needs."""
+    """Raise BadRequest if a pool has fewer than `needed` blocks.
+
+    `pools`: name -> number of blocks of `size` tokens."""
     name = min(pools, key=pools.get)
     if pools[name] < needed:
         words = f"The demo needs at least {needed} blocks of {size} tokens, and pool '{name}'"
@@ -72,11 +79,13 @@ def check_room(pools: dict[str, int], needed: int, size: int):
 
 
 def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:
-    """Messages of at least `tokens` tokens: facts are told, and asked for. The last is a question."""
+    """Return messages of at least `tokens` tokens, in which a user tells facts and asks for them.
+
+    The last message is a question."""
     told, messages = {}, []
     while True:
         drawn = texts.draw_fact(rng, texts.Level())
-        fact = told.setdefault(drawn.question, drawn)   # no question has two answers
+        fact = told.setdefault(drawn.question, drawn)   # a question has only one answer
         asked = rng.choice(list(told.values()))
         said = ("user", fact.statement), ("assistant", "I will remember that."), ("user", asked.question)
         messages += [dict(role=role, content=content) for role, content in said]
@@ -86,7 +95,9 @@ def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:
 
 
 def verify(oracle, requests: list[Request]) -> bool:
-    """Compare the answers with those of `oracle`, an engine of chapter 01; end if float32 tokens differ."""
+    """Compare the answers of `requests` with those of `oracle`, an engine of chapter 01.
+
+    Returns: True if all tokens are equal. Ends the process if float32 tokens differ."""
     asked = [(*request.tokens[: request.prompt_tokens], request.max_tokens) for request in requests]
     again = {each: Request(each[:-1], each[-1], end_tokens=request.end_tokens)
              for each, request in zip(asked, requests)}
@@ -96,18 +107,21 @@ def verify(oracle, requests: list[Request]) -> bool:
 
 
 def equal(pairs: list[tuple[list[int], list[int]]], dtype, whose: str) -> bool:
-    """Print how many tokens of the pairs (theirs, ours) are equal; end if float32 tokens differ."""
+    """Print how many tokens of the pairs (theirs, ours) are equal.
+
+    `whose`: the other engine's name. Returns: True if all are equal. Ends the process if float32 tokens
+    differ."""
     same = sum(a == b for theirs, ours in pairs for a, b in zip(theirs, ours))
     total = sum(max(len(theirs), len(ours)) for theirs, ours in pairs)
     if same < total and dtype == torch.float32:
         raise SystemExit(f"NOT verified: {total - same} of {total} tokens differ from those of {whose}.")
-    said = "verified: all" if same == total else f"16-bit rounding may part them: {same} of"
+    said = "verified: all" if same == total else f"16-bit rounding may differ: {same} of"
     print(f"{said} {total} tokens equal those of {whose}\n")
     return same == total
 
 
 def wait_until_idle(engine, evict: str = ""):
-    """Step until nothing is under way any more, for a minute at most; then evict pool `evict`."""
+    """Step the engine until it is idle, for at most a minute; then evict the pool `evict`, if any."""
     until = time.perf_counter() + 60
     while engine.busy and time.perf_counter() < until:
         engine.step()
@@ -116,13 +130,15 @@ def wait_until_idle(engine, evict: str = ""):
 
 
 def ask(engine, tokens: list[int], max_tokens: int = 1, evict: str = "", **options) -> Request:
-    """Answer one prompt alone, when nothing is under way, after evicting pool `evict`."""
+    """Wait until the engine is idle, evict the pool `evict`, if any, and answer one prompt."""
     wait_until_idle(engine, evict)
     return engine.generate([Request(list(tokens), max_tokens, options=options)])[0]
 
 
 def say(engine, frontend: Frontend, messages: list[dict], text: str, max_tokens: int, evict="") -> Request:
-    """Say `text` as the user of a conversation, when nothing is under way, and append it and the answer."""
+    """Send `text` as the user of a conversation, and append it and the answer to `messages`.
+
+    Before that, wait until the engine is idle, and evict the pool `evict`, if any."""
     wait_until_idle(engine, evict)
     messages.append(dict(role="user", content=text))
     (request,) = engine.generate([frontend.request(messages=messages, max_tokens=max_tokens)])
@@ -131,37 +147,49 @@ def say(engine, frontend: Frontend, messages: list[dict], text: str, max_tokens:
 
 
 def converse(engine, frontend: Frontend, tokens: int, turns: list[str], new: int) -> list[Request]:
-    """Tell a document of so many tokens that holds said[0], then say said[1:], turn by turn, for answers of
-    `new` tokens; the device loses everything before each -> the requests."""
+    """Hold a conversation about a document of `tokens` tokens.
+
+    The first message is the document, which contains the fact turns[0]. The questions turns[1:] follow. Each
+    answer has at most `new` tokens. The device pool is evicted before each turn.
+
+    Returns: the requests."""
     text, talk = document_for(engine, frontend, random.Random(0), tokens, turns, new), []
     return [say(engine, frontend, talk, words, new, "device") for words in (text, *turns[1:])]
 
 
 def in_turn(ways: dict, rounds: int = 0, warm_up: int = 1) -> dict[str, list]:
-    """Call each of `ways` in turn, `rounds` times (a demo's, if 0) after a warm-up -> what they returned."""
+    """Call each of `ways` in turn, `warm_up` and then `rounds` times (0: as often as a demo does).
+
+    Returns: name -> what the calls returned, without the warm-up."""
     rounds = rounds or ROUNDS
     taken = [{name: way() for name, way in ways.items()} for _ in range(warm_up + rounds)]
     return {name: [each[name] for each in taken[warm_up:]] for name in ways}
 
 
 class Larger:
-    """A model whose question costs less than its history, for times: engines over one link."""
+    """A model of random weights and a long history, for measuring TTFT with different caches over one link.
+
+    The history is long, so restoring it takes more time than computing the question."""
 
     def __init__(self, arguments, rng, make):
-        """make(model, blocks, cache) -> an engine."""
+        """`make(model, blocks, cache)` must return an engine."""
         self.model, *_ = checkpoint.load(LARGER, arguments.dtype, arguments.device)
         self.draw = partial(rng.choices, range(300, self.model.config.vocab_size))
         self.history, self.make, self.blocks = self.draw(k=HISTORY), make, -(-(HISTORY + 2 * ASKED) // 16)
 
     def way(self, cache):
-        """-> what asks a question behind the history that `cache` has kept, and gives TTFT in ms."""
+        """Return a function that asks a question after the history, with `cache`, and returns the TTFT in ms.
+
+        Each call evicts the device pool first, so that the history must be restored."""
         engine = self.make(self.model, self.blocks, cache)
         return lambda: ask(engine, self.history + self.draw(k=ASKED), 1, "device").outcome.ttft_ms
 
     def over_links(self, caches: list, project: float):
-        """Give `caches` one link after the other: a layer's states travel LINKS times as long as the
-        `project` seconds of their projection; a GPU's stays. Yield a table's title, and bytes/s."""
-        states = HISTORY * self.model.config.hidden_size * self.model.dtype.itemsize  # bytes of a layer
+        """Set the modelled link of `caches` to one speed of LINKS after the other.
+
+        A GPU's link stays as it is. `project`: seconds to project the hidden states of one layer. Yields:
+        (title of a table, bytes/s)."""
+        states = HISTORY * self.model.config.hidden_size * self.model.dtype.itemsize  # bytes per layer
         modelled = caches[0].load_link.modelled
         for words, share in LINKS.items() if modelled else [("the link as it is", 1.0)]:
             speed = states / project / share if modelled else None
@@ -171,7 +199,9 @@ class Larger:
 
 
 def table(title: str, taken: dict[str, list[float]], name: str, unit: str) -> list[dict]:
-    """Print a bar, the median and the spread of each case -> rows {table, case, `name`, min, max, ...}."""
+    """Print a bar, the median and the spread of each case.
+
+    `taken`: case -> samples, in `unit`. Returns: a row {table, case, `name`: median, min, max} per case."""
     longest, width, rows = max(map(statistics.median, taken.values())), max(map(len, taken)), []
     print(f"{title} (median of {max(map(len, taken.values()))})")
     for case, samples in taken.items():

@@ -1,6 +1,7 @@
-"""What this process may use of memory and processors, by the machine, its control groups and `ulimit`.
+"""Find how much memory and how many processors this process may use.
 
-Where a system tells nothing (macOS has no control groups, and no /proc), nothing is limited."""
+The machine, its control groups and `ulimit` set limits. A limit that a system does not report counts as none;
+macOS, for example, has no control groups and no /proc."""
 import os
 import re
 import resource
@@ -9,16 +10,17 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path("/")        # of /proc and /sys
-# Version 2 and 1 of control groups: files with the limit and the use of memory, and the beginning of lines in
-# memory.stat with the part of this use that holds files, which the kernel takes back
+ROOT = Path("/")        # the folder of proc and sys
+# For version 2 and version 1 of control groups: the file with the limit, the file with the memory in use, and
+# the prefix of lines in memory.stat. Those lines say how much of the memory in use is page cache, which the
+# kernel can reclaim.
 MEMORY = ("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 SIZES = "gpu_blocks", "cpu_blocks", "hicache_size", "hicache_ratio", "blocks", "mini_batch", "token_budget"
 SHORT = re.compile("MemoryError|allocate memory|out of memory|enough memory|bad_alloc|start new thread")
 
 
 def numbers(folder: Path, *names: str, pattern: str = r"-?\d+") -> list[int]:
-    """Return what matches in files of a folder, as numbers; none of a file that is not there."""
+    """Return all numbers in the files `names` of a folder that match `pattern`; a missing file has none."""
     found = []
     for name in names:
         with suppress(OSError):
@@ -27,7 +29,7 @@ def numbers(folder: Path, *names: str, pattern: str = r"-?\d+") -> list[int]:
 
 
 def groups(controller: str):
-    """Yield the folders of this process's control groups, in both versions, and all that contain them."""
+    """Yield the folders of this process's control groups, in both versions, and all their parent folders."""
     with suppress(OSError):
         lines = (ROOT / "proc/self/cgroup").read_text()
         for named, path in re.findall(rf"^\d+:(|[^:\n]*\b{controller}\b[^:\n]*):/?(.*)", lines, re.MULTILINE):
@@ -36,11 +38,11 @@ def groups(controller: str):
 
 
 def free_host_memory() -> float:
-    """Return the bytes that can still be allocated; infinite where nothing limits them."""
+    """Return the bytes that can still be allocated, or infinity if there is no limit."""
     free = [1024 * size for size in numbers(ROOT, "proc/meminfo", pattern=r"^MemAvailable: +(\d+)")]
     for folder in groups("memory"):
         for limit, used, kind in MEMORY:
-            if len(found := numbers(folder, limit, used)) == 2:         # and the limit is not "max"
+            if len(found := numbers(folder, limit, used)) == 2:         # the limit may be "max", not a number
                 files = numbers(folder, "memory.stat", pattern=rf"^{kind}(?:in)?active_file (\d+)")
                 free.append(found[0] - found[1] + sum(files))
     if pages := numbers(ROOT, "proc/self/statm"):
@@ -51,8 +53,10 @@ def free_host_memory() -> float:
 
 
 def limit_threads():
-    """Give PyTorch no more threads than the control groups give this process processors, at least one.
-    More would be stopped together for the rest of each period. OMP_NUM_THREADS has the say."""
+    """Limit PyTorch's threads to the processors that the control groups grant, but at least one.
+
+    With more threads, the kernel would stop all of them for the rest of each scheduling period. If
+    OMP_NUM_THREADS is set, change nothing."""
     for folder in groups("cpu"):
         for names in ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"):   # microseconds in each period
             if len(found := numbers(folder, *names)) == 2 and found[0] > 0:     # neither "max" nor -1
@@ -61,8 +65,10 @@ def limit_threads():
 
 
 def shortage(error: Exception, options: dict) -> str | None:
-    """Return a sentence that says what to make smaller if an allocation has failed. PyTorch and safetensors
-    say so only in words. `options`: of the command line."""
+    """Return a sentence that tells the user what to make smaller, if `error` is a failed allocation.
+
+    It is recognized by its message, because PyTorch and safetensors have no class for it. `options`: the
+    options of the command line. Returns: None for any other error."""
     if SHORT.search(f"{type(error).__name__}: {error}"):
         smaller = ["--model", *(f"--{name.replace('_', '-')}" for name in SIZES if name in options)]
-        return f"Memory is short here; make {', '.join(smaller)} smaller, or take a 16-bit --dtype."
+        return f"There is not enough memory; make {', '.join(smaller)} smaller, or choose a 16-bit --dtype."

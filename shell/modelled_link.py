@@ -1,8 +1,9 @@
-"""The link of a machine without a GPU, and how fast it is by default.
+"""The modelled link of a machine without a GPU, and its default speed.
 
-Both memories are ordinary memory, and the link is a model, of one that takes each piece by itself: a thread
-copies at once, and then sleeps until bandwidth and pieces say that the copy has arrived, so what is computed
-meanwhile really overlaps. Everything printed about it says `modelled link`."""
+Device memory and host memory are both ordinary memory here. A thread copies the data at once, and then sleeps
+until the modelled bandwidth says that the copy has arrived. Computation really overlaps with that sleep. A
+transfer's time depends on its bytes and on its number of contiguous pieces. All output about this link says
+`modelled link`."""
 import math
 import time
 from functools import partial
@@ -13,21 +14,22 @@ from common.link import Transfer, Worker, as_lists, move, written_part
 from common.machine import machine_of
 from shell import cli
 
-# Seconds to project hidden states of Llama-2-7B on an A100, over seconds to move them: even at 24 GB/s
-# (HCache, EuroSys '25, section 6.1), and the link has 32
+# Llama-2-7B on an A100: seconds to project hidden states, over seconds to transfer them. The two are equal at
+# 24 GB/s (HCache, EuroSys '25, section 6.1), and the link has 32 GB/s.
 A100 = 32 / 24
-LATENCY = 10e-6     # seconds, of a transfer
-PIECE = 1e-6        # of each of its pieces; batched, 4 to 8 KiB take 0.6 to 1.6 us (H100; vLLM, PR 42212)
+LATENCY = 10e-6     # seconds per transfer
+# Seconds per contiguous piece; in a batch, 4 to 8 KiB take 0.6 to 1.6 us (H100; vLLM, PR 42212)
+PIECE = 1e-6
 
 
 class ModelledLink(Worker):
-    """One direction of a link, with the verbs of `Link`."""
+    """One direction of a modelled link, with the methods of `Link`."""
 
     measured_from, modelled, latency = 1 << 16, True, LATENCY
-    backend = None              # there is one way to copy
+    backend = None              # there is only one way to copy
 
     def __init__(self, name: str, clock, bandwidth, wake=lambda: None, background=False):
-        """`bandwidth` in bytes/s, or a Bandwidth."""
+        """`bandwidth`: bytes per second, or a Bandwidth. The rest: see Worker."""
         super().__init__(name, wake, background)
         self.clock = clock
         self.bandwidth = Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
@@ -51,19 +53,20 @@ class ModelledLink(Worker):
 
 
 class Bandwidth:
-    """The speed of a modelled link in bytes/s: one value, or one after the other, each for `seconds`, from
-    time `began` on, again and again."""
+    """The speed of a modelled link, in bytes per second.
+
+    Several values take turns, each for `seconds`, from time `began` (of time.perf_counter()) on."""
 
     def __init__(self, *values: float, seconds: float = 0.1):
         self.values, self.seconds, self.began = values, seconds, time.perf_counter()
 
     @property
     def value(self) -> float:
-        """The bandwidth of now."""
+        """The bandwidth at this moment, in bytes per second."""
         return self.values[int((time.perf_counter() - self.began) // self.seconds) % len(self.values)]
 
     def arrival(self, start: float, size: int, pieces: int = 0) -> float:
-        """Return when so many bytes and pieces have arrived that were on their way from `start` on."""
+        """Return when a transfer of `size` bytes in `pieces` arrives that begins at `start`."""
         at = start + LATENCY + pieces * PIECE
         slot = int((at - self.began) // self.seconds)
         while True:
@@ -73,7 +76,9 @@ class Bandwidth:
             size, at, slot = size - rate * max(0.0, end - at), max(at, end), slot + 1
 
     def of(self, values):
-        """-> a lane's model of reading so many arrays. Each is one piece in storage."""
+        """Return a function of the start time: when a read of these arrays arrives.
+
+        Each array is contiguous in storage."""
         pieces = sum(count_pieces(value.shape, value.strides, run=value.itemsize) for value in values)
         return partial(self.arrival, size=sum(value.nbytes for value in values), pieces=pieces)
 
@@ -83,15 +88,18 @@ class Bandwidth:
 
 
 class LikeA100(Bandwidth):
-    """As slow for this processor as PCIe 4 is for an A100: restoring a layer from hidden states takes,
-    against their transfer, what it takes for Llama-2-7B there. That is measured once, beside prefill; and a
-    prefill that is faster than all before raises the bandwidth with it."""
+    """A link that is as slow for this processor as PCIe 4 is for an A100.
+
+    Restoring a layer from its hidden states takes A100 times as long as their transfer, as for Llama-2-7B on
+    an A100. The projection is measured once, together with prefill. A prefill that is faster than all before
+    raises the bandwidth in proportion."""
 
     began, seconds = 0.0, 1.0
 
     def __init__(self, model):
         self.machine = machine_of(model)
-        self.row_bytes = model.config.hidden_size * model.dtype.itemsize    # of a layer's hidden states
+        # Hidden states of a token in a layer
+        self.row_bytes = model.config.hidden_size * model.dtype.itemsize
 
     @property
     def values(self) -> list[float]:
@@ -102,7 +110,7 @@ class LikeA100(Bandwidth):
 
 
 def speed(string: str) -> Bandwidth | None:
-    """An argparse type: auto, GB/s, or several and how long each lasts: 0.1:2:0.5@0.1."""
+    """An argparse type: auto (None), GB/s, or several GB/s and the seconds of each, as in 0.1:2:0.5@0.1."""
     if string == "auto":
         return None
     number, (speeds, at, seconds) = cli.bounded(float, 1e-6, 1e6), string.partition("@")
@@ -111,11 +119,13 @@ def speed(string: str) -> Bandwidth | None:
 
 
 def count_pieces(shape: tuple, to: tuple, at: tuple = (), runs: int = 1, run: int = 1) -> int:
-    """-> runs of bytes that are adjacent on both sides of a copy. `to`, `at`: strides of the sides; without
-    `at` that side is one piece. `runs`: of adjacent blocks, along axis 0. `run`: the stride of a number."""
+    """Count the pieces of a copy: runs of bytes that are contiguous on both sides.
+
+    `shape`: of the copied tensor. `to`, `at`: strides of the two sides; without `at` that side is contiguous.
+    `runs`: the number of runs of adjacent blocks along axis 0. `run`: the stride of one number."""
     at, count = at or [run * math.prod(shape[axis + 1 :]) for axis in range(len(shape))], 1
     for step, other, axis in sorted(zip(to, at, range(len(shape)))):    # from the innermost axis out
-        if shape[axis] > 1 and step == other == run:    # both sides go on where the run ends
+        if shape[axis] > 1 and step == other == run:    # contiguous on both sides
             apart = runs if axis == 0 else 1
             count, run = count * apart, run * shape[axis] if apart == 1 else 0
         else:

@@ -1,4 +1,4 @@
-"""The storage of chapter 06 that this machine does not have."""
+"""Modelled storage, for speeds that this machine's storage does not have (chapter 06)."""
 from collections import OrderedDict
 from contextlib import suppress
 
@@ -9,20 +9,21 @@ from shell.modelled_link import Bandwidth
 
 
 class ModelledStorage(Storage):
-    """At most `limit` bytes of values of one size, in ordinary memory. Reading takes as long as `bandwidth`
-    says, and no processor."""
+    """A storage in ordinary memory that holds values of one size, at most `limit` bytes.
+
+    A read takes as long as `bandwidth` says, and its thread sleeps for most of that time."""
 
     def __init__(self, limit: float, bandwidth: Bandwidth | float):
         bandwidth = Bandwidth(bandwidth) if isinstance(bandwidth, (int, float)) else bandwidth
         super().__init__(None, bandwidth=bandwidth)
-        self.limit, self.index = limit, OrderedDict()  # key -> value, least recently used first
+        self.limit, self.index = limit, OrderedDict()  # key -> value, the least recently used first
 
     def has(self, keys):
         return all(key in self.index for key in keys)
 
     def look_up(self, keys):
         for key in reversed(keys):
-            with suppress(KeyError):  # another thread has deleted it
+            with suppress(KeyError):  # another thread may have deleted it
                 self.index.move_to_end(key)
 
     def read(self, keys, into):

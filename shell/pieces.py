@@ -1,21 +1,22 @@
-"""A layer in one launch: CUDA graphs of what lies between two attentions.
+"""Launch a layer at once, with CUDA graphs of everything between two attentions.
 
-A launch costs the host 10 to 22 us, and a layer needs about twenty. A graph of the whole pass would be one
-launch, and forbid what chapters do between two layers: order the pass behind a history that is on its way,
-and look at the layer's input. (And attention has another shape in each pass.) So the rest becomes a graph:
+A kernel launch costs the host 10 to 22 us, and a layer has about twenty. One graph of the whole pass would
+need only one launch, but chapters must run code between two layers. They make the pass wait for a history
+that is still being copied, and they read the layer's input. Besides, attention has another shape in each
+pass. So attention stays eager, and the rest is captured:
 
     eager      before_layer(l); write K and V of layer l; attend
-    graph      what follows in layer l, and what precedes attention in l + 1: norm, q, k, v, rotation
+    graph      the rest of layer l, and layer l + 1 up to its attention: norm, q, k, v, rotation
 
-A graph has fixed memory and a fixed number of rows. A pass is padded to the next size: rows behind its own
-are computed and never read, and every operation in a graph keeps rows apart.
+A graph has fixed memory and a fixed number of rows. A pass is padded to the next size. The padding rows are
+computed and never read; no operation in a graph mixes rows.
 
-The contract of that memory: the next pass, or capture, overwrites q, k, v and the layers' inputs. Before you
-keep one or send it to the host, copy it on the compute stream (chapter 04). A pass within a pass, such as
-chapter 05's recomputing, may begin before the first layer only, whose input is not in that memory yet.
+The contract of that memory: the next pass or capture overwrites q, k, v and the inputs of layers. To keep one
+of them, or to copy it to the host, first copy it on the compute stream (chapter 04). A pass inside another
+pass, as when chapter 05 recomputes, must begin before the first layer, whose input is not in that memory yet.
 
-No graph is trusted: those of each size are compared with eager execution before their first use. If one
-differs or raises, then or later, the model is computed eagerly from then on."""
+The graphs of each size are compared with eager execution before their first use. If a graph differs or
+raises, at that time or later, the model runs eagerly from then on."""
 import sys
 from functools import partial
 
@@ -23,19 +24,21 @@ import torch
 
 from common.requests import in_words
 
-SIZES = 1, 2, 4, 8, 16, 32, 64, 128, 256, 512   # rows; the kernels of more take longer than their launches
+SIZES = 1, 2, 4, 8, 16, 32, 64, 128, 256, 512   # rows; with more, kernels take longer than launches
 
 
 class Pieces:
-    """The graphs of a model, and the memory that all of them read and write."""
+    """The CUDA graphs of a model, and the memory that all of them read and write."""
 
     def __init__(self, model):
         self.model, self.sizes, self.graphs = model, SIZES, {}      # rows -> its L + 1 graphs
-        self.inputs, self.stream = None, torch.cuda.Stream()        # the stream is that of captures
+        self.inputs, self.stream = None, torch.cuda.Stream()        # the stream on which graphs are captured
 
     def layers(self, rows: int):
-        """-> the layers of a pass of so many rows: pieces; the model's own for more rows than graphs have, or
-        where graphs do not work."""
+        """Return the layers for a pass of `rows` rows, to be called like llama.Layer.
+
+        They replay graphs. If no graph has enough rows, or if graphs do not work, they are the model's
+        own."""
         size = next((size for size in self.sizes if size >= rows), None)
         if size is None or not self.capture(size):
             return self.model.layers
@@ -43,7 +46,9 @@ class Pieces:
         return [partial(self.run, index, slice(0, rows), graphs) for index in range(depth)]
 
     def run(self, index: int, rows: slice, graphs: list, hidden, rotation, attend):
-        """Called like a `llama.Layer`: attend, and replay all up to the next layer's attention."""
+        """Run attention of layer `index`, and the graph up to the next layer's attention.
+
+        Called like llama.Layer."""
         if index == 0:
             self.inputs[0, rows].copy_(hidden)                                   # [T, D]
             for kept, turn in zip(self.rotation, rotation):
@@ -54,7 +59,7 @@ class Pieces:
         return self.inputs[index + 1, rows]                                      # [T, D]
 
     def replay(self, index: int, rows: slice, graphs: list):
-        """Replay a graph of a pass. If that raises, compute this piece and all later ones eagerly."""
+        """Replay one graph. If that raises, run this piece and all later ones eagerly."""
         if self.sizes:
             try:
                 return graphs[index].replay()
@@ -69,14 +74,18 @@ class Pieces:
         print(f"{words}, and tokens take longer.", file=sys.stderr)
 
     def idle(self, interrupted):
-        """Capture the sizes below those that were seen: of requests that decode together, one ends first."""
+        """Capture smaller sizes while the engine is idle, because a batch shrinks as its requests finish.
+
+        `interrupted()`: True when the engine has work again."""
         for size in self.sizes:
             if self.graphs and size < max(self.graphs) and not interrupted():
                 self.capture(size)
 
     @torch.inference_mode()
     def capture(self, size: int) -> bool:
-        """Capture the graphs of a size once, and check them -> whether they are there."""
+        """Capture and check the graphs of a size, if this is not done yet.
+
+        Returns: True if they can be used."""
         try:
             if self.inputs is None:
                 self.allocate()
@@ -85,17 +94,17 @@ class Pieces:
                 self.check(size)
         except Exception as error:
             self.give_up(error)
-            self.inputs = None      # on a full device others need that memory
+            self.inputs = None      # free the memory, which others may need
         return size in self.graphs
 
     def check(self, size: int):
-        """Compare the graphs of a size with eager execution, given random numbers. Raises ArithmeticError.
+        """Compare the graphs of a size with eager execution, on random inputs. Raises ArithmeticError.
 
-        Each graph runs before its piece does, so that one which does nothing leaves other numbers. They need
-        not be equal: cuBLAS may choose another algorithm in a graph, which adds in another order and, in 16
-        bits, rounds between two sums. Half of a dtype's digits must agree, measured by the largest number. A
-        wrong graph differs by about that number. (Inputs are small beside what a layer adds to them, so they
-        do not hide it.)"""
+        Each graph runs before the same piece runs eagerly, so a graph that does nothing leaves old numbers
+        and is noticed. The results need not be bit-equal: in a graph cuBLAS may choose another algorithm,
+        with another order of summation and, in 16 bits, other rounding. They may differ by the square root of
+        the dtype's epsilon, relative to the largest number; a wrong graph differs by about as much as that
+        number. The inputs are small, so that they do not hide an error in what a layer adds to them."""
         generator = torch.Generator(self.model.device).manual_seed(0)
         tolerance = torch.finfo(self.model.dtype).eps ** 0.5
         for index, graph in enumerate(self.graphs[size]):
@@ -106,11 +115,11 @@ class Pieces:
             replayed = [side.clone() for side in made]
             self.compute(index, size)
             for ours, eager in zip(replayed, made):
-                if not (ours - eager).abs().max() <= tolerance * eager.abs().max():     # nor is NaN
+                if not (ours - eager).abs().max() <= tolerance * eager.abs().max():     # NaN fails, too
                     raise ArithmeticError("a graph's result differs from that of its kernels")
 
     def allocate(self):
-        """Allocate what the graphs read and write, for most rows. Raises RuntimeError if it does not fit."""
+        """Allocate the graphs' memory for the largest size. Raises RuntimeError if it does not fit."""
         config, rows, head = self.model.config, self.sizes[-1], self.model.config.head_dim
         where = dict(dtype=self.model.dtype, device=self.model.device)
         self.pool = torch.cuda.graph_pool_handle()
@@ -120,20 +129,23 @@ class Pieces:
         self.inputs = torch.zeros(config.num_hidden_layers + 1, rows, config.hidden_size, **where)
 
     def captured(self, index: int, size: int):
-        """-> the graph that ends before the attention of layer `index`, or ends the pass. It is run once
-        before: libraries choose kernels and take memory then, which a capture forbids."""
+        """Capture the graph that ends before the attention of layer `index`, or at the end of the pass.
+
+        The piece runs once before the capture, because libraries choose kernels and allocate memory in their
+        first run, and a capture forbids that."""
         graph, compute = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self.stream.wait_stream(compute)
         try:
             with torch.cuda.stream(self.stream):
                 self.compute(index, size)
-                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")   # others may query
+                # Other threads may query events
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     self.compute(index, size)
                 finally:
                     graph.capture_end()
         finally:
-            compute.wait_stream(self.stream)    # whatever was raised: what it writes to may be freed next
+            compute.wait_stream(self.stream)    # even after an error: its memory may be freed next
         return graph
 
     def compute(self, index: int, size: int):

@@ -1,5 +1,6 @@
-"""`--model random:NAME`: a known geometry, random weights, a tokenizer of bytes. The answers mean nothing.
-`random:NAME:TOKENS` has another context."""
+"""Models of `--model random:NAME`: a known geometry, random weights, and a byte-level tokenizer.
+
+Their answers mean nothing. `random:NAME:TOKENS` sets the context."""
 import re
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import torch
 from common.llama import LlamaConfig
 from shell.config import ModelError
 
-# vocabulary, hidden, intermediate, layers, heads, KV heads, numbers of a head, context: as in LlamaConfig
+# vocabulary size, hidden size, intermediate size, layers, heads, KV heads, head dimension, context
 GEOMETRIES = {
     "tiny": (512, 64, 128, 4, 4, 4, 16, 512),
     "small": (32000, 1024, 2816, 12, 16, 16, 64, 2048),
@@ -18,7 +19,7 @@ GEOMETRIES = {
     "llama2-7b": (32000, 4096, 11008, 32, 32, 32, 128, 4096),
     "llama2-13b": (32000, 5120, 13824, 40, 40, 40, 128, 4096),
     "llama3-8b": (128256, 4096, 14336, 32, 32, 8, 128, 8192),
-    # A Llama of OPT-30B's sizes: 19,136 so that its three matrices weigh what the two of 4 x 7,168 do in OPT
+    # A Llama with OPT-30B's sizes. With 19,136, its three MLP matrices are as large as OPT's two.
     "opt-30b": (50272, 7168, 19136, 48, 56, 56, 128, 2048),
 }
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -28,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def random_config(name: str) -> LlamaConfig:
-    """Raises ModelError."""
+    """Return the config of random:NAME or random:NAME:TOKENS. Raises ModelError."""
     geometry, tokens = re.fullmatch(r"(?:random:)?(.*?)(?::([1-9]\d{0,5}))?", name, re.S).groups()
     if geometry not in GEOMETRIES:
         raise ModelError(f"No geometry {name!r}: choose one of random:{', random:'.join(GEOMETRIES)}.")
@@ -37,8 +38,10 @@ def random_config(name: str) -> LlamaConfig:
 
 
 def random_tensors(whole: dict, device: str):
-    """Yield (name, tensor): normal numbers of deviation 0.02, ones for norms; the same for every dtype. They
-    are made on `device`, and another GPU may make others: a host takes 50 s for 7 billion."""
+    """Yield (name, tensor): ones for norms, otherwise normal numbers with deviation 0.02, for any dtype.
+
+    They are made on `device`, since a host would take 50 s for 7 billion numbers. Another kind of GPU may
+    make other numbers."""
     generator = torch.Generator(device).manual_seed(0)
     for name, place in whole.items():
         if name.endswith("norm.weight"):
@@ -48,7 +51,7 @@ def random_tensors(whole: dict, device: str):
 
 
 def byte_tokenizer(vocabulary: int):
-    """A tokenizer for a model that has none: one token a byte, fillers for the rest of the vocabulary."""
+    """Return a tokenizer with one token per byte, and filler tokens for the rest of the vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     fillers = (f"\u0120t{number}" for number in range(vocabulary))    # shown as " t0", " t1", ...; never read

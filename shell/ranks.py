@@ -1,8 +1,7 @@
-"""Ranks: the processes that hold one model together. How they begin, what they tell each other, how they end.
+"""Ranks: processes that share one model. Start them, communicate between them, and end them together.
 
-Most methods of Ranks are collective: all ranks must call them, at the same point. When a rank has ended, the
-next collective of the others fails, and they end too; when one hangs, that takes TIMEOUT.
-"""
+Most methods of Ranks are collective: all ranks must call them, in the same order. When a rank has ended, the
+next collective of the other ranks fails, and they end too. When a rank hangs, they end after TIMEOUT."""
 import os
 import signal
 import socket
@@ -24,54 +23,56 @@ from shell import exit_process
 from shell.checkpoint import ModelError
 from shell.frontend import Writer
 
-BEAT = 1.0          # seconds between two agreements of an idle server
-TIMEOUT = 600.0     # of a collective: reading a model, or what rank 0 does alone, takes ranks different times
-NEEDED = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"     # of torchrun's environment
-AFTER = 1.0         # seconds in which the reason of an end becomes known
+BEAT = 1.0          # seconds between two collectives of an idle server
+TIMEOUT = 600.0     # seconds for a collective: ranks load a model at different speeds
+NEEDED = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"     # variables that torchrun sets
+AFTER = 1.0         # seconds to wait for the reason of a failure
 
 # 1. Collectives ---------------------------------------------------------------------------------------------
 
 class Ranks:
-    """This process among those that hold one model together."""
+    """This process's place among the ranks, and the collectives between them."""
 
     def __init__(self, rank: int = 0, count: int = 1):
-        """Meet the other ranks. Raises ModelError."""
+        """Connect to the other ranks. Raises ModelError if that fails.
+
+        `rank`: of this process, from 0. `count`: number of ranks."""
         self.rank, self.count, self.agreements = rank, count, 0
         if count > 1:
-            try:        # by gloo between hosts' memories, and by NCCL between GPUs
+            try:        # by gloo in host memory, and by NCCL between GPUs
                 dist.init_process_group(None, None, timedelta(seconds=TIMEOUT), count, rank)
             except RuntimeError as error:
                 why = str(error).splitlines()[0]
-                raise ModelError(f"The ranks have not met ({why}); start all of them, by one torchrun.")
+                raise ModelError(f"The ranks could not connect ({why}); start all of them with one torchrun.")
 
     def all_min(self, numbers: list[int]) -> list[int]:
-        """Agree on the minimum over ranks of each number."""
+        """Collective: return the minimum over ranks of each number."""
         self.agreements += 1
-        tensor = torch.tensor(numbers)              # on the host: nobody waits for a GPU
+        tensor = torch.tensor(numbers)              # on the host: no GPU must be synchronized
         self.call_collective(dist.all_reduce, tensor, dist.ReduceOp.MIN)
         return tensor.tolist()
 
     def all_true(self, true: bool) -> bool:
-        """Agree whether it is true on all ranks."""
+        """Collective: return True if `true` is True on all ranks."""
         return bool(self.all_min([int(true)])[0])
 
     def barrier(self):
-        """Wait for all."""
+        """Collective: wait until all ranks have called this."""
         self.all_min([0])
 
     def broadcast(self, message: bytes, size: int) -> bytes:
-        """Return rank 0's message of `size` bytes."""
+        """Collective: return rank 0's message of `size` bytes. Other ranks' `message` is ignored."""
         data = torch.frombuffer(bytearray(message or bytes(size)), dtype=torch.uint8)
         self.call_collective(dist.broadcast, data, 0)
         return bytes(data.tolist())
 
     def all_sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place: the same bits on each."""
+        """Collective: sum a tensor over ranks, in place. All ranks get the same bits."""
         self.call_collective(dist.all_reduce, partial)
         return partial
 
     def all_gather(self, columns: torch.Tensor) -> torch.Tensor:
-        """[T, D / n], the columns of this rank -> [T, D], in the order of ranks."""
+        """Collective: concatenate the columns of all n ranks, in order: [T, D / n] -> [T, D]."""
         if self.count == 1:
             return columns
         gathered = columns.new_empty(self.count, *columns.shape)
@@ -79,19 +80,22 @@ class Ranks:
         return gathered.transpose(0, 1).flatten(1)                                  # [n, T, D/n] -> [T, D]
 
     def call_collective(self, collective, *arguments):
-        """Call a collective. It fails when another rank has ended, or hangs; then end too."""
+        """Call a collective of torch.distributed. If it fails, another rank has ended or hangs: end, too."""
         if self.count > 1:
             try:
                 collective(*arguments)
             except RuntimeError:
-                time.sleep(10 * AFTER * (self.rank == 0))       # `run` may say why
-                exit_process(int(self.rank == 0), "A rank does not answer; all ranks have ended.")
+                time.sleep(10 * AFTER * (self.rank == 0))       # `run` may print the reason
+                exit_process(int(self.rank == 0), "A rank does not answer; all ranks end.")
 
 
-# 2. What rank 0 is asked ------------------------------------------------------------------------------------
+# 2. Requests of rank 0 --------------------------------------------------------------------------------------
 
 class BroadcastEngine:
-    """The engine of a rank, as a server sees it: what rank 0 is asked all do, at the same point."""
+    """An engine with the methods that a server calls on rank 0; all ranks then carry out the call.
+
+    Rank 0 queues a command, and its Cache sends it to all ranks in the next step. Every rank runs the command
+    after that step, in the same order."""
 
     def __init__(self, engine, tokenizer=None):
         self.engine, self.cache, self.tokenizer = engine, engine.lower_tier.cache, tokenizer
@@ -120,7 +124,7 @@ class BroadcastEngine:
         return self.engine.pools[name].evictions - before
 
     def close(self):
-        if not self.stepping:       # else Ctrl-C has left a step that others are still in: end at once
+        if not self.stepping:       # if Ctrl-C cut a step short, others are still in it
             self.send_command("close")
             self.follow()
 
@@ -129,7 +133,9 @@ class BroadcastEngine:
         self.engine.wake.set()
 
     def do(self, verb: str, name=None, *more):
-        """Do what rank 0 has said, on all ranks."""
+        """Run one command of rank 0. All ranks call this.
+
+        `name`: id() of a Request on rank 0. `more`: the command's other arguments."""
         request = self.known.get(name)
         if verb == "submit":
             fields, written = more
@@ -144,7 +150,10 @@ class BroadcastEngine:
         self.closed |= verb == "close"
 
     def step(self):
-        """Step, or, while nobody asks, agree now and then: so all know that all are there."""
+        """Step the engine, then run the commands that have arrived. All ranks call this.
+
+        An idle engine calls a collective every BEAT seconds instead, so that each rank notices if another
+        ends."""
         self.stepping = True
         if self.engine.busy:
             self.engine.step()
@@ -158,18 +167,20 @@ class BroadcastEngine:
         self.stepping = False
 
     def follow(self):
-        """Do what rank 0 says until it says that it is over."""
+        """Step until rank 0 has sent the command "close", then close the engine. All ranks call this."""
         while not self.closed:
             self.step()
         self.engine.close()
         self.ranks.barrier()
 
 
-# 3. Beginning -----------------------------------------------------------------------------------------------
+# 3. Start ---------------------------------------------------------------------------------------------------
 
 def of_environment(asked: int | None) -> tuple[int, int]:
-    """Return this process's rank and the number of ranks: as torchrun says in the environment, or rank 0 of
-    `asked`, by default 2. Raises ModelError if the environment does not say all, or contradicts `asked`."""
+    """Return (this process's rank, number of ranks).
+
+    They come from torchrun's environment variables. Without these it is rank 0 of `asked` ranks (None: 2).
+    Raises ModelError if variables are missing or wrong, or if they contradict `asked`."""
     given = {name: os.environ[name] for name in (*NEEDED, "LOCAL_RANK") if name in os.environ}
     if not given:
         return 0, asked or 2
@@ -179,13 +190,14 @@ def of_environment(asked: int | None) -> tuple[int, int]:
         if right and 0 <= min(rank, local) and max(rank, local) < count and asked in (None, count):
             return rank, count
     words = [f"{name}={value}" for name, value in given.items()] + [f"--ranks {asked}"] * bool(asked)
-    raise ModelError(f"Ranks cannot start from {', '.join(words)}: torchrun sets {', '.join(NEEDED)}, as "
-                     f"--ranks says; start all by it, or unset {', '.join(given)}.")
+    raise ModelError(f"Ranks cannot start from {', '.join(words)}: torchrun sets {', '.join(NEEDED)}, in "
+                     f"agreement with --ranks; start all ranks with it, or unset {', '.join(given)}.")
 
 
 def join(asked: int | None) -> Ranks:
-    """Return this process's rank: the one that torchrun or rank 0 has started it as, or rank 0 of `asked`.
-    Raises ModelError."""
+    """Join the ranks as this process's rank; without torchrun, become rank 0 and start the others.
+
+    `asked`: the number of ranks that the user asked for, or None. Raises ModelError."""
     rank, count = of_environment(asked)
     if "RANK" not in os.environ:
         start(count)
@@ -193,14 +205,14 @@ def join(asked: int | None) -> Ranks:
         torch.cuda.set_device(gpu)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     ranks = Ranks(rank, count)
-    if rank:        # an exception ends it without waiting for PyTorch's threads, which may abort
+    if rank:        # after an exception end at once, since PyTorch's threads may abort
         sys.excepthook = lambda *error: exit_process(1, "".join(traceback.format_exception(*error)).rstrip())
-        signal.signal(signal.SIGINT, signal.SIG_IGN)    # Ctrl-C is rank 0's, which tells the others
+        signal.signal(signal.SIGINT, signal.SIG_IGN)    # rank 0 handles Ctrl-C
     return ranks
 
 
 def start(count: int):
-    """Make this process rank 0, and start the others by its own command line."""
+    """Make this process rank 0, and start the other ranks with the same command line."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     torch.set_num_threads(max(1, torch.get_num_threads() // count))
@@ -211,12 +223,12 @@ def start(count: int):
 
 
 def run(rank: int, environment: dict):
-    """On a thread of rank 0: run another rank, and when it has failed, say how, and end."""
+    """Run another rank, on a thread of rank 0. If it fails, print how, and end all ranks."""
     output = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
     command = [sys.executable, *sys.orig_argv[1:]]
-    done = subprocess.run(command, env=environment, start_new_session=True, **output)   # Ctrl-C is rank 0's
+    done = subprocess.run(command, env=environment, start_new_session=True, **output)   # no Ctrl-C
     if code := done.returncode:
-        time.sleep(AFTER)           # rank 0 may have the same to say
+        time.sleep(AFTER)           # rank 0 may fail for the same reason and print it
         last = done.stderr.strip().rpartition("\n")[2]
         how = f"was killed by signal {-code}" if code < 0 else f"has ended ({last})"
-        exit_process(1, f"Rank {rank} {how}; so have all.")
+        exit_process(1, f"Rank {rank} {how}; all ranks end.")

@@ -1,8 +1,8 @@
-"""The engine's loop; HTTP: /generate, OpenAI's routes, and what the page asks for.
+"""The server: the engine's loop, and HTTP routes: /generate, OpenAI's, and those of the page.
 
-The main thread calls `engine.step()`. HTTP threads call `engine.submit` and `engine.cancel`, read the pieces
-of their request, and read the engine's state during its steps: they copy lists, and may mix two moments.
-"""
+The main thread calls `engine.step()`. HTTP threads call `engine.submit` and `engine.cancel`, and read the
+pieces of their request. They may read the engine's state during a step. So they copy lists before they use
+them, and a reply may mix the state before a step with the state after it."""
 import gc
 import ipaddress
 import json
@@ -31,41 +31,45 @@ from common.requests import BadRequest, ClientDisconnected, Request, RequestErro
 from shell import check_signals, exit_process, lesson, openai, to_json
 from shell.frontend import PROMPT, SAMPLING, check_fields
 
-MAX_BODY = 1 << 20                 # bytes of an HTTP request; a full context fits many times
-MAX_CONVERSATIONS = 26             # conversations whose blocks the page tells apart: a letter each
-MAX_REQUESTS = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)  # at a time; files need some
-POLL_SECONDS = 0.5                 # seconds between two looks of a waiting thread: closing? hung up?
+MAX_BODY = 1 << 20                 # bytes of an HTTP request, many times a full context
+MAX_CONVERSATIONS = 26             # conversations with a letter of their own on the page
+# Requests at a time. The process needs file descriptors for other files, too.
+MAX_REQUESTS = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+POLL_SECONDS = 0.5                 # seconds between a waiting thread's checks for closing and hang-up
 EXAMPLE = 1500                     # tokens of the page's example document
 TREE_ROWS = 60                     # nodes of chapter 07's tree that the page shows
 EXIT_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-EXIT_SECONDS = 5.0                 # seconds from closing, after which the process ends
+EXIT_SECONDS = 5.0                 # seconds from closing to the forced end of the process
 SHUTTING_DOWN = "The server is shutting down; ask again when it is back."
-ZERO_COUNTS = dict.fromkeys(                    # counters that an engine adds when it counts
+ZERO_COUNTS = dict.fromkeys(                    # an engine adds a counter at its first event
     "steps preemptions gpu_hits cpu_hits disk_hits storage_hits misses gpu_hit_tokens cpu_hit_tokens "
     "disk_hit_tokens storage_hit_tokens restored_tokens declined failed_restorations bytes_in bytes_out "
     "swap_ins swap_outs drops blocks_lost pages_lost storage_pages_read storage_pages_written storage_errors "
     "dirty_evicted pages_written".split(), 0)
-DEFECT = "An error inside the server; its log says more, and the engine goes on."
+DEFECT = "An error inside the server; its log has the details, and the engine continues."
 
 
 # 1. The engine's loop ---------------------------------------------------------------------------------------
 
 class Server:
-    """Run an engine on the thread that calls `run`, and answer any number of other threads.
+    """An engine in service: the thread that calls `run` steps it, and any other threads submit requests.
 
-    info: chapter, model, device and dtype. most: requests at a time, beyond which others are refused."""
+    `info`: chapter, model, device and dtype. `most`: more requests at a time are refused."""
 
     def __init__(self, engine, frontend, info: dict, most: int = MAX_REQUESTS):
         self.engine, self.frontend, self.info, self.most = engine, frontend, info, most
-        self.cache = getattr(getattr(engine, "lower_tier", None), "cache", None)   # below the device
-        self.lock = threading.Lock()            # for one prompt at a time: a tokenizer may take much memory
-        self.open: list[Request] = []           # submitted, and a thread reads their pieces
-        self.jobs = queue.SimpleQueue()         # (function, queue of its answer), between two steps
-        self.closing, self.reason = 0.0, None   # since when (time.monotonic()), and the error to raise then
+        # The chapter's Cache, if it has one.
+        self.cache = getattr(getattr(engine, "lower_tier", None), "cache", None)
+        self.lock = threading.Lock()            # encode one prompt at a time: it may take much memory
+        self.open: list[Request] = []           # requests whose pieces a thread reads
+        self.jobs = queue.SimpleQueue()         # (function to run between two steps, queue for its result)
+        self.closing, self.reason = 0.0, None   # time.monotonic() of `close`; the error to raise then
 
     def run(self):
-        """Step until the server is closed and all requests are answered. Call it on the thread that loaded
-        the weights: for another one PyTorch starts as many threads again, which hinder the first."""
+        """Step until the server is closed and all requests are answered.
+
+        Call it on the thread that loaded the weights. For another thread PyTorch would start a second set of
+        OpenMP threads, and the two sets would slow each other down."""
         while self.engine.busy or not self.closing:
             while not self.jobs.empty():
                 function, answers = self.jobs.get()
@@ -79,34 +83,39 @@ class Server:
                 logging.getLogger("kv").exception("a step failed")
                 for asked in list(self.open):
                     self.engine.cancel(asked, RequestError(DEFECT))
-                    asked.pieces.put(RequestError(DEFECT))      # for one that the engine has lost
+                    asked.pieces.put(RequestError(DEFECT))      # if the engine has lost the request
                 self.engine.wake.clear()
-                self.engine.wake.wait(1.0)      # a defect that stays fills the log slowly
+                self.engine.wake.wait(1.0)      # so that a lasting defect fills the log slowly
 
     def between_steps(self, function):
-        """Run `function` on the engine's thread between two steps; return its result. Raises Unavailable."""
+        """Run `function` on the engine's thread, between two steps, and return its result.
+
+        Raises Unavailable."""
         answers = queue.SimpleQueue()
         self.jobs.put((function, answers))
         self.engine.wake.set()
         return self.take(answers)
 
     def take(self, answers, gone=lambda: False):
-        """Return the next of a queue, or raise it. Raises Unavailable if the server closes before, HungUp if
-        `gone()`: the client has hung up."""
+        """Wait for the next item of a queue, and return it, or raise it if it is an exception.
+
+        `gone()`: True when the client has hung up; then raise ClientDisconnected. Raises Unavailable if the
+        server closes first."""
         while not gone():
             with suppress(queue.Empty):
                 answer = answers.get(timeout=POLL_SECONDS)
                 if isinstance(answer, Exception):
                     raise answer
                 return answer
-            if self.closing:        # a step may last longer than the server
+            if self.closing:        # do not wait for a long last step
                 raise Unavailable(SHUTTING_DOWN)
         raise ClientDisconnected("The client hung up.")
 
     def stream(self, gone=lambda: False, **fields):
-        """Submit the request that `fields` make (arguments of Frontend.request), and yield None; then its
-        pieces of text, and last its Result. Cancel it if the generator is closed, or if `gone()`. Raises
-        BadRequest or Unavailable."""
+        """Submit a request and yield its answer: None once it is accepted, pieces of text, then the Result.
+
+        `fields`: arguments of Frontend.request. `gone()`: True when the client has hung up. The request is
+        cancelled in that case, or if the generator is closed. Raises BadRequest or Unavailable."""
         received = time.perf_counter()
         with self.lock:
             if self.closing:
@@ -114,7 +123,7 @@ class Server:
             if len(self.open) == self.most:
                 raise BadRequest(f"{self.most} requests wait or run already; try again later.", 429)
             asked, room = self.frontend.request(received=received, **fields), self.engine.capacity
-            if room and fields.get("max_tokens") == math.inf:       # as long as it can be
+            if room and fields.get("max_tokens") == math.inf:       # no limit given: all that fits
                 asked.max_tokens = max(1, min(asked.max_tokens, room - asked.prompt_tokens + 1))
             self.engine.submit(asked)
             self.open.append(asked)
@@ -130,9 +139,11 @@ class Server:
                 self.engine.cancel(asked, ClientDisconnected("The client hung up."))
 
     def close(self, reason: BaseException | None = None):
-        """Stop accepting; cancel the requests that are not answered. `reason`: an error to raise then."""
+        """Accept no more requests, and cancel open ones.
+
+        `reason`: the error that `serve` raises."""
         self.closing, self.reason = self.closing or time.monotonic(), self.reason or reason
-        with self.lock:             # from now on no request is added
+        with self.lock:             # `stream` adds no request after this
             for asked in list(self.open):
                 self.engine.cancel(asked, Unavailable(SHUTTING_DOWN))
         self.engine.wake.set()
@@ -141,43 +152,44 @@ class Server:
 # 2. Guards, bodies, errors ----------------------------------------------------------------------------------
 
 def loopback(host: str) -> bool:
-    """Whether a name or an address means this machine itself."""
+    """Return True if a host name or address means this machine."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host.lower() == "localhost"
 
 
 def check_sender():
-    """Raise BadRequest at pages from elsewhere, whose names may mean this machine, and at other machines that
-    would change something."""
-    host = re.sub(r":\d*$", "", request.host).strip("[]")       # any port: a tunnel has its own
+    """Refuse requests that come from other sites' pages, and changes from other machines. Raises BadRequest.
+
+    A page of another site may use a host name of its own that resolves to this machine."""
+    host = re.sub(r":\d*$", "", request.host).strip("[]")       # ignore the port: a tunnel may use another
     if loopback(request.environ["SERVER_NAME"]) and not loopback(host):
-        raise BadRequest("This server is asked as localhost only; start it with --host for others.", 403)
+        raise BadRequest("This server answers to localhost only; start it with --host for others.", 403)
     origin = request.headers.get("Origin")
     if origin and origin.partition("://")[2] != request.host:
-        raise BadRequest("Pages from elsewhere may not ask this server.", 403)
+        raise BadRequest("Pages of other sites may not call this server.", 403)
     if request.path in ("/evict", "/storage") and not (loopback(request.remote_addr) and loopback(host)):
-        raise BadRequest(f"{request.path} is for this machine only, asked as localhost.", 403)
+        raise BadRequest(f"{request.path} may be called from this machine only, as localhost.", 403)
 
 
 def body():
-    """Return the JSON of the HTTP request. Raises BadRequest at what is not JSON in UTF-8."""
+    """Return the JSON value in the body of the HTTP request. Raises BadRequest if it is not JSON in UTF-8."""
     raw = request.get_data()
-    if len(raw) > MAX_BODY:                     # it came in chunks, and Flask has cut it here
+    if len(raw) > MAX_BODY:                     # it came in chunks, and Flask truncated it
         abort(413)
     try:
         asked = json.loads(raw)
-        json.dumps(asked, ensure_ascii=False).encode()          # half of a surrogate pair is no text
+        json.dumps(asked, ensure_ascii=False).encode()          # raises at half of a surrogate pair
         return asked
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"The body is not JSON in UTF-8 ({str(error)[:100]}).") from None
 
 
 def explain(error: Exception) -> tuple[dict, int, dict]:
-    """Return the body of an error, with one sentence for the user, its status and headers."""
+    """Return (body, status, headers) for an error. The body has one sentence for the user."""
     methods = getattr(error, "valid_methods", None)
     if isinstance(error, HTTPException):        # raised by Flask
-        there = f"{request.method} {request.path[:80]} is nothing here; see GET / and GET /health."
+        there = f"{request.method} {request.path[:80]} does not exist here; see GET / and GET /health."
         words = {404: there, 405: there, 413: f"The body is larger than {MAX_BODY} bytes; send less."}
         error = BadRequest(words.get(error.code, error.description), error.code)
     if not isinstance(error, RequestError):
@@ -194,7 +206,7 @@ def make_app(server: Server) -> Flask:
     app.json.dumps = to_json
     app.before_request(check_sender)
     app.register_error_handler(Exception, explain)
-    # Another page could show ours and lead a click
+    # Otherwise another page could show ours in a frame and mislead a click.
     app.after_request(lambda reply: reply.headers.set("X-Frame-Options", "DENY") or reply)
     add_answers(app, server)
     add_page(app, server)
@@ -204,26 +216,26 @@ def make_app(server: Server) -> Flask:
 # 3. Routes that answer prompts ------------------------------------------------------------------------------
 
 def events(chunks) -> Response:
-    """Reply with server-sent events, one for each chunk. A client that hangs up closes `chunks`."""
+    """Reply with server-sent events, one per chunk. If the client hangs up, `chunks` is closed."""
     def encode():
         with closing(chunks):
             try:
                 for chunk in chunks:
                     yield f"data: {chunk if isinstance(chunk, str) else to_json(chunk)}\n\n"
-            except Exception as error:          # the headers are out: the error travels as an event
+            except Exception as error:          # too late for a status: send it as an event
                 yield f"data: {to_json(explain(error)[0])}\n\n"
     return Response(encode(), mimetype="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 def add_answers(app: Flask, server: Server):
-    """Add our own route and OpenAI's."""
+    """Add the routes that answer prompts: our own and OpenAI's."""
     frontend, model = server.frontend, server.info["model"]
 
     def answer(fields: dict):
         connection = request.environ["werkzeug.socket"]
-        connection.until = 0.0                  # from now on it is not dropped
+        connection.until = 0.0                  # do not drop this connection any more
         pieces = server.stream(connection.is_disconnected, **fields)
-        next(pieces)                            # what is wrong is told before a stream begins
+        next(pieces)                            # raise errors of the request before a stream begins
         return pieces
 
     @app.post("/generate")
@@ -242,7 +254,7 @@ def add_answers(app: Flask, server: Server):
         return events(replies) if streaming else next(replies)
 
     @app.get("/v1/models", defaults=dict(name=""))
-    @app.get("/v1/models/<path:name>")          # Flask merges slashes, of a folder's name too
+    @app.get("/v1/models/<path:name>")          # a folder's name has slashes
     def models(name: str):
         if name not in ("", model.lstrip("/")):
             raise BadRequest(f"The only model here is {model!r}; ask for that.", 404)
@@ -253,7 +265,9 @@ def add_answers(app: Flask, server: Server):
 # 4. Routes of the page --------------------------------------------------------------------------------------
 
 def look(server: Server, numbers: WeakKeyDictionary, last: dict) -> dict:
-    """Describe requests, memories, counters and the last answers, for GET /state. The rest: see `owners`."""
+    """Describe requests, pools, storage, counters and the last answers, for GET /state.
+
+    `numbers`, `last`: see `owners`."""
     engine, completed, running = server.engine, list(server.engine.completed), list(server.engine.running)
     waiting = [asked for asked in list(server.open) if asked.outcome is None and asked not in running]
     owner = owners(completed + running + waiting, numbers, last)
@@ -273,7 +287,7 @@ def look(server: Server, numbers: WeakKeyDictionary, last: dict) -> dict:
                      version=len(asked.timeline.spans)) for asked in completed]
     info, cache = dict(server.info, context=server.frontend.context), server.cache
     storage = None
-    if hasattr(cache, "tree"):                  # chapter 07, with or without a storage
+    if hasattr(cache, "tree"):                  # chapter 07, with or without storage
         kept, pages = cache.storage, cache.pages_in_storage()
         storage = dict(name=kept and str(kept), silent=bool(kept and kept.silent), pages=len(pages),
                        tree=list(islice(tree_rows(cache.tree.root, owner), TREE_ROWS)),
@@ -284,7 +298,9 @@ def look(server: Server, numbers: WeakKeyDictionary, last: dict) -> dict:
 
 
 def tree_rows(node, owner: dict, depth: int = 0):
-    """Yield a row for each node below this one: a parent, then its children. `owner`: see `owners`."""
+    """Yield a row for each node below `node`, parents before children.
+
+    `owner`: page -> number of its conversation, from `owners`."""
     for child in list(node.children.values()):
         tiers = dict(device=child.device, host=child.host_blocks, storage=child.stored)
         yield dict(depth=depth, pages=len(child.pages), owner=owner.get(child.pages[-1], -1),
@@ -293,9 +309,13 @@ def tree_rows(node, owner: dict, depth: int = 0):
 
 
 def owners(requests: list[Request], numbers: WeakKeyDictionary, last: dict) -> dict:
-    """Number conversations: a request goes on with the one with whose last prompt it begins. Return the
-    number of each prefix, 0 if several conversations have it. `numbers` of requests, and `last`, number ->
-    prompt and prefixes of the last request, are updated."""
+    """Number the conversations of `requests`.
+
+    A request belongs to the conversation whose last prompt its own prompt begins with. If there is none, it
+    begins a new one. `numbers`: request -> number of its conversation. `last`: number -> (prompt, block keys)
+    of its last request. Both are updated.
+
+    Returns: block key -> number of its conversation, or 0 if several conversations have the block."""
     for asked in [one for one in requests if one not in numbers]:
         begun = {number: len(prompt) for number, (prompt, _) in list(last.items())
                  if asked.tokens[:len(prompt)] == prompt}
@@ -309,9 +329,12 @@ def owners(requests: list[Request], numbers: WeakKeyDictionary, last: dict) -> d
 
 
 def block_states(pool, tables: list[tuple[list[int], int]]) -> str:
-    """A letter per block: . free, - cached (unreferenced, found by its prefix), r reserved (not written yet),
-    u in use, s shared by several requests, f in flight (referenced, but by no table). `tables`: of running
-    requests, each with its number of computed tokens."""
+    """Return one letter per block of a pool.
+
+    . free; - cached: unreferenced, and found by its key; r reserved: in a block table, and not written yet;
+    u in use; s shared by several requests; f in flight: referenced, but in no block table.
+
+    `tables`: the block tables of running requests, each with the number of computed tokens."""
     blocks = zip(pool.references, pool.key_of)
     states = ["f" if held else "." if block_key is None else "-" for held, block_key in blocks]
     for table, computed in tables:
@@ -322,8 +345,9 @@ def block_states(pool, tables: list[tuple[list[int], int]]) -> str:
 
 
 def add_page(app: Flask, server: Server):
-    """Add the page, and the routes that it, other programs and people look at. What attaches a storage opens
-    no module:Class, with which anybody who reaches the port could run code."""
+    """Add the page, and the routes that the page and other programs use.
+
+    PUT /storage must not open module:Class: everybody who can reach the port could run code with it."""
     engine, cache, tiers = server.engine, server.cache, list(server.engine.pools)
     words = "file:DIR, redis://HOST:PORT/N or unix://PATH; give module:Class with --storage at the start"
     tier = {"tier": (tiers.__contains__, f"one of {', '.join(tiers) or 'none'}")}
@@ -335,12 +359,12 @@ def add_page(app: Flask, server: Server):
 
     @app.get("/example")
     def example():
-        """Return a document that fits in all memories, and questions about it."""
+        """Return a document that fits in every pool, and questions about it."""
         tokens = [pool.size * pool.block_size for pool in engine.pools.values()]
         tokens = min(EXAMPLE, min([server.frontend.context, *tokens]) * 3 // 4)
         document = lesson.document(server.frontend, random.Random(0), tokens, lesson.SECRET)
         names = re.findall(r"(\w+) lives in", document) or ["Anna"]
-        where = f"Where does {min(names, key=names.count)} live?"       # a name that is told once
+        where = f"Where does {min(names, key=names.count)} live?"       # ask for the rarest name
         return dict(document=document, questions=[where, lesson.QUESTION])
 
     @app.get("/health")
@@ -352,7 +376,7 @@ def add_page(app: Flask, server: Server):
         for asked in list(engine.completed):
             if asked.id == number:
                 return dict(spans=asked.timeline.as_json(), plan=asked.timeline.plan)
-        raise BadRequest(f"The timeline of request {number} is not kept; GET /state names those kept.", 404)
+        raise BadRequest(f"The timeline of request {number} is not kept; GET /state lists those kept.", 404)
 
     @app.post("/evict")
     def evict():
@@ -361,15 +385,15 @@ def add_page(app: Flask, server: Server):
 
     @app.route("/storage", methods=["GET", "PUT", "DELETE"])
     def storage():
-        """Show, attach and detach the storage of a Cache that has any (07)."""
+        """Show, attach or detach the storage of chapter 07's Cache."""
         if not hasattr(cache, "tree"):
             raise BadRequest("This chapter has no storage to attach; see GET / and GET /health.", 404)
-        if request.method != "GET":             # a storage is opened on this thread: it may take a second
+        if request.method != "GET":             # open it on this thread: it may take 1 s
             put = request.method == "PUT"
             opened = cache.open_storage(**check_fields(body(), place, needed="url")) if put else None
             server.between_steps(partial(cache.attach_storage, opened))
         kept = cache.storage
-        rate = kept and server.between_steps(kept.speed)        # only the engine's thread settles a lane
+        rate = kept and server.between_steps(kept.speed)        # only the engine's thread may read it
         said = dict(silent=kept.silent, behind=kept.is_backlogged, gbps=rate / 1e9) if kept else {}
         return dict(storage=kept and str(kept), **said, counters=ZERO_COUNTS | engine.counters())
 
@@ -377,8 +401,10 @@ def add_page(app: Flask, server: Server):
 # 5. Connections ---------------------------------------------------------------------------------------------
 
 class Connection(socket.socket):
-    """A client's, whose request must be here at `until`: a byte now and then is not enough. 0: it is here."""
-    asks = False                                # its head is here
+    """A client's connection. Its whole request must arrive before `until`, so slow senders cannot hold it.
+
+    `until`: a time of time.monotonic(), or 0 once the request has arrived."""
+    asks = False                                # the head of a request has arrived
 
     def recv_into(self, *buffer):
         if time.monotonic() > self.until:
@@ -386,7 +412,9 @@ class Connection(socket.socket):
         return super().recv_into(*buffer)
 
     def is_disconnected(self) -> bool:
-        """Whether the client has closed it, or its half of it; on Linux also behind bytes that wait here."""
+        """Return True if the client has closed the connection or its half of it.
+
+        On Linux this is noticed even while unread bytes are in the buffer."""
         poll = select.poll()
         poll.register(self, select.POLLIN | getattr(select, "POLLRDHUP", 0))
         try:
@@ -396,21 +424,21 @@ class Connection(socket.socket):
 
 
 class Handler(WSGIRequestHandler):
-    timeout = 20.0                              # seconds in which a client must send, or take, something
+    timeout = 20.0                              # seconds without any byte sent or received
 
     def run_wsgi(self):
-        self.protocol_version = min(self.protocol_version, self.request_version)    # 1.0 has no chunks
-        del self.headers["Expect"]              # it is answered
+        self.protocol_version = min(self.protocol_version, self.request_version)    # HTTP/1.0 has no chunks
+        del self.headers["Expect"]              # the server has answered it
         self.connection.asks = True
         super().run_wsgi()
 
 
 class Listener(ThreadedWSGIServer):
     timeout = 0.1                               # seconds that `handle_request` waits for a connection
-    clients: list[Connection] = []              # oldest first
+    clients: list[Connection] = []              # the oldest first
 
     def get_request(self):
-        """Accept a connection. Of twice MOST, the oldest that asks for no answer yet gives way."""
+        """Accept a connection. At 2 * MAX_REQUESTS, first drop the oldest one that has no request yet."""
         self.clients = [client for client in self.clients if client.fileno() >= 0]
         try:
             if len(self.clients) >= 2 * MAX_REQUESTS and (idle := [one for one in self.clients if one.until]):
@@ -418,7 +446,7 @@ class Listener(ThreadedWSGIServer):
                 idle[0].shutdown(socket.SHUT_RDWR)
             accepted, address = super().get_request()
         except OSError:
-            time.sleep(self.timeout)            # else this thread would try again at once, for ever
+            time.sleep(self.timeout)            # do not retry in a busy loop
             raise
         self.clients.append(client := Connection(fileno=accepted.detach()))
         client.until = time.monotonic() + 3 * Handler.timeout
@@ -426,8 +454,8 @@ class Listener(ThreadedWSGIServer):
 
 
 def listen(host: str, port: int) -> Listener:
-    """Return a WSGI server that holds the port and has no app yet. Raises OSError."""
-    # A line a request, or a connection that a browser leaves unused, would drown what a class should see
+    """Return a WSGI server that listens on the port and has no app yet. Raises OSError."""
+    # A line per request, or per connection that a browser does not use, would bury what a class should see.
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     try:
         if not host:
@@ -441,31 +469,35 @@ def listen(host: str, port: int) -> Listener:
 
 
 def accept(listener: Listener, server: Server, ended: threading.Event):
-    """Accept connections until the server closes. A last step longer than ENDING ends the process."""
+    """Accept connections until the server closes.
+
+    If `ended` is not set within EXIT_SECONDS after that, as in a very long step, end the process."""
     try:
         while not server.closing:
             listener.handle_request()
         server.close()
     except Exception as error:
         server.close(error)
-    listener.server_close()                     # further connections are refused at once
+    listener.server_close()                     # the system refuses further connections at once
     if not ended.wait(EXIT_SECONDS):
         number = server.reason.args[0] if isinstance(server.reason, KeyboardInterrupt) else signal.SIGTERM
         exit_process(128 + number)
 
 
 def serve(listener: Listener, server: Server):
-    """Step on this thread, the main one, and answer on others, until a signal or error, which it raises.
-    Ctrl-C, SIGTERM and SIGHUP interrupt no step; a second one ends the process."""
-    def on_signal(number: int, frame):          # it takes no lock: this thread may hold it
+    """Serve until a signal or an error, and raise that. Call it on the main thread.
+
+    This thread steps the engine, and other threads answer HTTP requests. Ctrl-C, SIGTERM and SIGHUP do not
+    interrupt a step; a second signal ends the process at once."""
+    def on_signal(number: int, frame):          # no lock: this thread may hold it
         if server.closing:
             exit_process(128 + number)
         server.closing, server.reason = time.monotonic(), KeyboardInterrupt(number)
 
     listener.app = make_app(server)
-    gc.freeze()     # else the collector goes through the model at times, and no token comes for 0.1 s
+    gc.freeze()     # exclude the model from garbage collection, which would stop tokens for 0.1 s
     handlers = {number: signal.signal(number, on_signal) for number in EXIT_SIGNALS
-                if signal.getsignal(number) != signal.SIG_IGN}  # as a shell sets it in the background
+                if signal.getsignal(number) != signal.SIG_IGN}  # a shell ignores some for background jobs
     ended = threading.Event()
     threading.Thread(target=accept, args=(listener, server, ended), daemon=True).start()
     host = listener.server_address[0]
@@ -477,7 +509,7 @@ def serve(listener: Listener, server: Server):
         server.run()
     finally:
         ended.set()
-        server.close()                          # clients are told within SILENCE
+        server.close()                          # clients notice within POLL_SECONDS
         for number, handler in handlers.items():
             signal.signal(number, handler)
         answering, until = [each for each in listener.clients if each.asks], server.closing + EXIT_SECONDS

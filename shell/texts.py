@@ -1,5 +1,6 @@
-"""Facts, and questions about them: what demos tell a model, and what the classroom model was trained on.
-An answer repeats the words of the fact, so that anybody can see whether a model still holds it."""
+"""Facts and questions about them, for demos and for the training of the classroom model.
+
+An answer repeats the words of the fact, so that everybody can see whether the model still has the fact."""
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,28 +12,28 @@ FAVORITES = {"color": COLORS, "city": CITIES, "food": FOODS, "day": DAYS, "place
 
 @dataclass(frozen=True)
 class Fact:
-    kind: str
-    statement: str                 # what the user says
+    kind: str                      # of fact, as "place" or "password"
+    statement: str                 # the user's words
     question: str
 
     @property
     def answer(self) -> str:
-        """The statement again, seen from the other side."""
+        """The statement, in the assistant's words."""
         return self.statement.replace("My ", "Your ")
 
 
 @dataclass(frozen=True)
 class Level:
-    """How hard a conversation is. `document`: most facts in one document. The rest are shares."""
-    document: int = 8
-    two_word: float = 0.0          # keys of two words: "the red box"
-    digits: float = 0.0            # values of digits: "The code of the gate is 4 8 2 1."
-    invented: float = 0.0          # names that no list holds
+    """How hard conversations are. The fields after `document` are shares, from 0 to 1."""
+    document: int = 8              # the most facts in a document
+    two_word: float = 0.0          # things of two words: "the red box"
+    digits: float = 0.0            # codes of digits: "The code of the gate is 4 8 2 1."
+    invented: float = 0.0          # names that are in no list
     corrections: float = 0.0
 
 
 def draw_name(rng: random.Random, level: Level, names: list[str]) -> str:
-    """-> one of these, or an invented one."""
+    """Return one of `names`, or an invented name with probability `level.invented`."""
     if rng.random() >= level.invented:
         return rng.choice(names)
     syllables = [rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))]
@@ -44,7 +45,7 @@ def value_of(what: str, thing: str, value: str, kind: str) -> Fact:
 
 
 def draw_fact(rng: random.Random, level: Level) -> Fact:
-    """Draw a fact of any kind. Another one with its question may have been drawn before."""
+    """Draw a fact of any kind. It may have the question of a fact that was drawn before."""
     thing = rng.choice(OBJECTS)
     if rng.random() < level.two_word:
         thing = f"{rng.choice(COLORS)} {thing}"

@@ -1,17 +1,17 @@
-"""Tiny models, written as folders with `transformers`, and one of them loaded."""
+"""Settings of all tests, a time limit per test, and fixtures: tiny models that `transformers` writes to folders."""
 import os
 import signal
 import sys
 from pathlib import Path
 
-# PyTorch's threads sleep while they wait for each other, here and in all children. By default they spin, and
-# the threads of an engine, a server and others wait for a core: on two cores most of the time went there.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when PyTorch is imported
-# Test processes that run side by side share the cores; more threads than cores only wait for each other.
+# Let PyTorch's threads sleep while they wait for each other, here and in all child processes. By default they
+# spin. On two cores the threads of engine and server then spent most of the time waiting for a core.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # PyTorch reads it at its import
+# Parallel test processes share the cores. With more threads than cores, threads would only wait for each other.
 if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
-# Where a shell has started the tests in the background, they and their children would ignore Ctrl-C.
+# A shell makes background jobs and their children ignore Ctrl-C. The tests need it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -27,8 +27,8 @@ from shell import checkpoint, random_models
 from shell.frontend import Frontend
 from tests.support.stub import Engine
 
-LIMIT = 900  # seconds, of a test: what waits for something that never comes fails, and the next test begins
-machine.PAUSE = machine.OPERATIONS = 0.0  # all tests make engines, and none judges how fast one is
+LIMIT = 900  # seconds for a test, so that one that waits forever fails and the next test begins
+machine.PAUSE = machine.OPERATIONS = 0.0  # do not measure speed: no test depends on it
 
 TINY = dict(
     vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -53,18 +53,22 @@ def pytest_runtest_protocol(item):
 
 
 def overdue(*_):
-    pytest.fail(f"This test has not ended within {LIMIT} s.")  # as no Exception: nothing contains it
+    pytest.fail(f"This test has not ended within {LIMIT} s.")  # not an Exception, so no engine contains it
 
 
 def pytest_collection_modifyitems(items):
-    """Demos and ranks first, which take longest: of two processes none is left alone with one at the end. And
-    benchmarks last, which take more than one core."""
+    """Run demos and ranks first and benchmarks last.
+
+    Demos and ranks take longest. If one ran last, a parallel process would wait for it alone. Benchmarks use several
+    cores."""
     items.sort(key=lambda item: "test_benchmarks" in item.nodeid)
     items.sort(key=lambda item: "test_demos" not in item.nodeid and "test_ranks" not in item.nodeid)
 
 
 def write_model(folder: Path, family="llama", seed: int = 0, max_shard_size: str = "1GB", **config) -> Path:
-    """A model folder with random weights, biases and norms included, so that a mix-up of two shows."""
+    """Write a model folder with random weights, and return it.
+
+    Biases and norms are random too, so that a test notices if two are swapped. `config`: fields other than TINY's."""
     import transformers
     config = transformers.AutoConfig.for_model(family, **{**TINY, **config})
     with torch.random.fork_rng():
@@ -79,17 +83,19 @@ def write_model(folder: Path, family="llama", seed: int = 0, max_shard_size: str
 
 
 def load(folder, dtype: str = "float32", fields=None) -> Frontend:
-    """What makes requests of questions to a model; the model is in its `model`."""
+    """Load a model from a folder and return its Frontend; the model is in `.model`."""
     return Frontend(*checkpoint.load(str(folder), dtype, "cpu"), fields)
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Path:
-    """A small Llama: 3 layers x 64, 2 KV heads, 300 byte-level entries, a context of 256. To be read only."""
+    """A folder with a small Llama: 3 layers of width 64, 2 KV heads, 300 tokens, a context of 256.
+
+    Tests must not change it."""
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def frontend(tiny_folder) -> Frontend:
-    """`tiny_folder`, loaded, for requests with the stub engine's fields. Shared, so leave it as it is."""
+    """The Frontend of `tiny_folder`, with the stub engine's fields. Tests share it and must not change it."""
     return load(tiny_folder, fields=Engine.fields)

@@ -1,8 +1,11 @@
-"""Soak servers over HTTP, with eight clients of which a third hang up: `python -m tests.soak --minutes 10`.
+"""Run servers under load for minutes: `python -m tests.soak --minutes 10`.
 
-First chapter 05 with files beyond its limit, then 07 with a storage that lies and hangs. Exits with 1 where a token is not chapter 01's, a
-client is refused, a reference, request or copy is left, or (from a minute on) memory at the end is 5 % above that after half of the time.
-"""
+Eight clients ask over HTTP, and hang up on a third of their requests.
+
+Chapter 05 runs first, with more data than its limit for files allows, then chapter 07 with a storage that lies and
+hangs. The exit code is 1 if a token differs from chapter 01's, if a request is refused, or if a reference, request or
+copy is left at the end. In runs of a minute or more it is also 1 if the memory in use grows by more than 5 % in the
+second half."""
 import argparse
 import http.client
 import importlib
@@ -23,7 +26,7 @@ OPTIONS = {"05_bubble_free": "--disk {} --disk-limit 0.02", "07_tiered_storage":
 
 
 class Unreliable(dict):
-    """A back end that lacks, or has damaged, what it said that it has, and that hangs now and then."""
+    """A storage back end that reports keys it does not have, damages or loses values, and sometimes hangs."""
 
     def exists(self, keys):
         time.sleep(2.5 * (random.random() < 0.002))
@@ -39,7 +42,10 @@ class Unreliable(dict):
 
 
 def ask(address: tuple, answers: dict, seen: Counter, half: float, end: float):
-    """Be one client until it is time: read an answer, or hang up in line, in the prefill or in the answer."""
+    """Run one client until time `end`: it reads each answer, or hangs up while queued, in the prefill or in the answer.
+
+    `answers`: prompt -> expected tokens. `seen`: counts of events, shared by all clients. `half`, `end`: times of
+    time.monotonic()."""
     while time.monotonic() < end:
         prompt, connection = random.choice(list(answers)), http.client.HTTPConnection(*address, timeout=600)
         connection.request("POST", "/generate", json.dumps(dict(prompt=prompt, max_tokens=12, temperature=0)))
@@ -88,7 +94,7 @@ def soak(chapter: str, minutes: float, folder: str) -> Counter:
 
 if __name__ == "__main__":
     parser, failed = argparse.ArgumentParser(description=__doc__), False
-    parser.add_argument("--minutes", type=float, default=10.0, help="of each chapter (10)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for each chapter (10)")
     minutes, table = parser.parse_args().minutes, [" " * 18 + "".join(f"{name:>15}" for name in COLUMNS)]
     for chapter in OPTIONS:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Chapter 01: the loop against `transformers`, and the line before it."""
+"""Chapter 01: its loop, compared with `transformers`, and its queue of requests."""
 
 import json
 

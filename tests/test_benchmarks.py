@@ -1,4 +1,4 @@
-"""What benchmarks measure, on small models: what is kept comes back, and rows are what they say."""
+"""Benchmarks on small models: their Caches restore the right tokens, and their rows have the right contents."""
 
 import argparse
 import json
@@ -35,7 +35,9 @@ PROMPT = draw(random.Random(3), HISTORY + 40)
 
 
 def goes_on(cache, pools=("device",)):
-    """Ask, evict, and go on behind the same history, twice -> the last request; all as chapter 01 answers."""
+    """Ask, then twice evict `pools` and ask again after the same history. Every answer must equal chapter 01's.
+
+    Returns: the last request."""
     engine = make(cache, 64)
     first, rng = ask(engine, PROMPT), random.Random(4)
     assert ORACLE.judge(first) == "equal"
@@ -60,7 +62,7 @@ def test_what_is_saved_in_another_way_comes_back(kind):
 
 def test_direct_saving_copies_each_run_and_layer_and_writes_it_where_the_block_is():
     engine = make(cache := variants.Direct(32, BANDWIDTH), 64)
-    ask(engine, PROMPT[:14], 3)  # and 2 tokens that are decoded, each in a step of its own
+    ask(engine, PROMPT[:14], 3)  # 2 more tokens are decoded, one per step
     wait_until_idle(engine)
     assert cache.counts["copies_out"] == 3 * len(cache.store.parts)
     (full,) = cache.store.pool.block_of.values()
@@ -96,7 +98,7 @@ def test_computing_a_history_is_asked_in_turn_with_what_restores_it(wider):
         assert row[f"over_{base}"][name]["samples"] == pytest.approx(over)
 
 
-# 2. Beside other systems -----------------------------------------------------------------------
+# 2. Against other systems ----------------------------------------------------------------------
 
 
 def test_rounds_of_sessions_that_servers_answer_over_http_are_all_accounted_for(monkeypatch):
@@ -142,7 +144,7 @@ def test_both_ends_meet_later_in_the_text_than_where_every_token_costs_the_same(
 
 
 def counted(part: str, read, **row) -> bool:
-    """Whether a claim takes a row to have exercised something."""
+    """Return True if a claim accepts a row as evidence that its mechanism ran."""
     return bool(read([dict(claim=part, model="m", rows=[row])]))
 
 
@@ -159,7 +161,7 @@ def test_a_row_whose_storage_was_not_as_slow_as_it_says_says_nothing(measured, c
 
 
 def test_a_hit_in_host_memory_is_found_whole_also_after_a_slow_link(wider, monkeypatch):
-    """A link 50 times slower is declined, and then nobody believes any more that it is slow."""
+    """A link that is 50 times slower is declined. After that the engine no longer believes that the link is slow."""
     monkeypatch.setattr(tiered.hardware, "bandwidth", lambda model: Bandwidth(1e7))
     monkeypatch.setattr(estimates.Estimates, "seconds_to_compute", lambda own, start, end: 2e-3 * (end - start))
     rows = tiered.admission(wider, argparse.Namespace(rounds=3), histories=(128,))
@@ -210,14 +212,14 @@ def test_steps_of_a_computed_history_are_timed_one_by_one_beside_what_brings_its
     (row,) = both_ends.steps(wider, argparse.Namespace(rounds=2))
     assert row["history_tokens"] == 224 and len(row["steps_ms"]) == 7 and len(row["mbps"]) == 3
     for step, total in zip(zip(*(step["samples"] for step in row["steps_ms"])), row["mbps"]["computing"]["samples"]):
-        assert sum(step) <= row["bytes"] / 1e3 / total * 1.001, "all of them, and what is between two"
+        assert sum(step) <= row["bytes"] / 1e3 / total * 1.001, "the total covers all steps and the time between them"
 
 
 # 4. A GPU --------------------------------------------------------------------------------------
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
 def test_every_part_of_the_report_of_a_gpu_runs_on_the_emulated_one(monkeypatch, tmp_path):
-    """One way fails; 07 has two ways of copying."""
+    """One row fails (07, direct), and the others are complete; chapter 07 has two ways of copying."""
     eager, file, tiered, forward = set(), tmp_path / "gpu-emulated.json", engines.tiers.TieredCache, engines.paged.Runner.forward
     for owner, name, value in ((machine, "PAUSE", 0.0), *((gpu_report, *pair) for pair in dict(OTHERS=2, BATCH=4, NEW=2).items())):
         monkeypatch.setattr(owner, name, value)

@@ -1,4 +1,4 @@
-"""Chapter 06: where the two pointers meet, what is given up and called off, and what is kept."""
+"""Chapter 06: where the two pointers meet, which steps and reads are cancelled, and which chunks are kept."""
 
 import random
 import time
@@ -15,15 +15,15 @@ from tests.support import engines
 from tests.support.engines import ORACLE, ask, both_ends, check_pools, draw, evict, make, wait_until_idle
 
 CHUNK = both_ends.CHUNK
-PROMPT = draw(random.Random(0), 400)  # 6 chunks, 384 tokens, and 16 more
-BYTES = 64 * 3 * 2 * 2 * 16 * 4  # of a chunk
+PROMPT = draw(random.Random(0), 400)  # 6 chunks of 64 tokens, and 16 tokens more
+BYTES = 64 * 3 * 2 * 2 * 16 * 4  # bytes of a chunk
 
 
 class Storage(both_ends.ModelledStorage):
-    """Delivers what it is told to, when it is told to."""
+    """A storage whose reads complete only when a test calls `deliver`."""
 
     def __init__(self):
-        super().__init__(1e9, 1e15)  # bytes/s: a step takes a chunk
+        super().__init__(1e9, 1e15)  # bytes/s: so fast that a step computes only one chunk
         self.reads, self.log = [], []
 
     def get(self, keys, into, label=""):
@@ -38,7 +38,7 @@ class Storage(both_ends.ModelledStorage):
         return written
 
     def deliver(self, count: int = 1, error: Exception | None = None):
-        """Finish the oldest reads."""
+        """Complete the `count` oldest reads that are not cancelled, with `error` if it is given."""
         while count and self.reads:
             transfer, found, into = self.reads.pop(0)
             if transfer.cancelled:
@@ -51,7 +51,9 @@ class Storage(both_ends.ModelledStorage):
 
 
 def engine_for(storage=None, budget: int = 64, memory=1e6, **options):
-    """-> engine, its cache and its storage, which holds the chunks of PROMPT, the device none."""
+    """Return (engine, its cache, its storage).
+
+    The storage holds the chunks of PROMPT; the device holds none of them."""
     storage = storage or Storage()
     cache = both_ends.BidirectionalCache(StoredChunks(storage), memory=memory, **options)
     engine = make(cache, 96, token_budget=budget)
@@ -83,7 +85,7 @@ def test_a_chunk_a_step_and_a_chunk_from_storage_meet_in_the_middle():
         assert request.computed == computed and request.restoration.limit == 384 - computed + 64
         storage.deliver()
     engine.step()
-    assert [transfer.cancelled for transfer in storage.log] == [False] * 3 + [True] * 3, "overtaken by prefill"
+    assert [transfer.cancelled for transfer in storage.log] == [False] * 3 + [True] * 3, "reads of chunks that prefill has computed are cancelled"
     finish(engine, storage, request)
     assert request.found == {"storage": 192}
     assert [transfer.label for transfer in storage.log] == [f"chunk {number}" for number in range(5, -1, -1)]
@@ -173,7 +175,7 @@ def test_what_a_late_read_writes_is_read_by_nobody():
     request = submit(engine, steps=1)
     storage.deliver(2)
     for transfer, _, into in late:
-        into.fill(-1)  # NaN
+        into.fill(-1)  # all bits set: NaN
         transfer.finish(0.0, 0.0)
     finish(engine, storage, request)
 
@@ -181,7 +183,7 @@ def test_what_a_late_read_writes_is_read_by_nobody():
 # 2. How much of a step -------------------------------------------------------------------------
 
 def slow_prefill(engine, storage, ratio: float):
-    """Loading a history takes `ratio` times as long as computing it is estimated to."""
+    """Set speeds so that loading PROMPT takes `ratio` times as long as computing it."""
     engine.lower_tier.estimates.computing.forget()
     engine.lower_tier.estimates.computing.record(1.0, 1.0)
     storage.bandwidth = Bandwidth(6 * BYTES / engine.lower_tier.estimates.seconds_to_compute(0, 384) / ratio)
@@ -198,7 +200,7 @@ def test_a_step_takes_what_prefill_will_get_if_both_go_on(ratio):
 
 
 def keys_of(cache) -> list[bytes]:
-    """The keys of PROMPT's chunks, in their order."""
+    """Return the storage keys of PROMPT's chunks, in order."""
     return [cache.storage.keys(block_key.digest, 1)[0] for block_key in cache.block_keys.extend([], PROMPT)]
 
 
@@ -210,7 +212,7 @@ def test_an_estimate_is_that_of_both_ends_and_no_longer_than_computing():
         match, alone = cache.match(Request(PROMPT + [7], 1)), engine.lower_tier.estimates.seconds_to_compute(0, 384)
         assert match.tokens == 384
         assert match.seconds == pytest.approx(alone * ratio / (1 + ratio)) and match.seconds <= alone
-    del storage.index[keys_of(cache)[0]]  # the first chunk has to be computed, whatever storage does
+    del storage.index[keys_of(cache)[0]]  # now the first chunk must be computed, however fast storage is
     slow_prefill(engine, storage, 1e-9)
     match = cache.match(Request(PROMPT + [7], 1))
     assert match.tokens == 384 and match.seconds == engine.lower_tier.estimates.seconds_to_compute(0, 64)
@@ -218,14 +220,14 @@ def test_an_estimate_is_that_of_both_ends_and_no_longer_than_computing():
 
 def test_what_is_computed_with_a_share_of_each_step_is_priced_at_that_share():
     engine, cache, storage = engine_for(share=0.1)
-    slow_prefill(engine, storage, 8.0)  # loading takes eight times as long as computing
+    slow_prefill(engine, storage, 8.0)  # loading takes 8 times as long as computing
     engine.lower_tier.estimates.always = False
     request = Request(PROMPT + [7], 1)
-    assert not engine.lower_tier.decide(request, cache.match(request)), "alone it takes all of each step"
+    assert not engine.lower_tier.decide(request, cache.match(request)), "without other requests it gets the whole step"
     engine.running.append(Request([0], 1))
     match, alone = cache.match(request), engine.lower_tier.estimates.seconds_to_compute(0, 384)
     assert match.seconds == pytest.approx(alone * 8 * 10 / (8 + 10)) and engine.lower_tier.decide(request, match)
-    cache.share = 0.0  # it only loads
+    cache.share = 0.0  # loading only
     assert cache.match(request).seconds == pytest.approx(8 * alone)
     cache.share, cache.leftover = 0.1, True
     assert cache.match(request).share == 1.0
@@ -235,7 +237,7 @@ def test_what_is_computed_with_a_share_of_each_step_is_priced_at_that_share():
 @pytest.mark.parametrize("late", [False, True])
 def test_beside_others_prefill_takes_its_share_and_alone_all_also_when_storage_is_late(late):
     engine, cache, storage = engine_for(budget=100, share=0.25)
-    storage.bandwidth = Bandwidth(1e-9)  # storage brings nothing: prefill takes all that it may
+    storage.bandwidth = Bandwidth(1e-9)  # nothing arrives from storage: prefill takes all that it may
     request = submit(engine, steps=1)
     assert request.computed == 100
     other = submit(engine, draw(random.Random(1), 150), 9, steps=1)
@@ -250,12 +252,12 @@ def test_leftover_takes_only_what_others_leave():
     engine, cache, storage = engine_for(budget=64, leftover=True)
     other = submit(engine, draw(random.Random(1), 180), 30, steps=1)
     request = submit(engine, steps=1)
-    assert other.computed == 128 and request.computed == 0, "the other's prefill comes first"
+    assert other.computed == 128 and request.computed == 0, "the other request's prefill comes first"
     engine.step()
     assert other.new and request.computed == 64 - 53
     before = request.computed
     engine.step()
-    assert request.computed - before == 63, "who decodes leaves the rest"
+    assert request.computed - before == 63, "a request that decodes leaves the rest of the step"
     storage.deliver(3)
     finish(engine, storage, request, other)
     assert request.found["storage"] >= 192
@@ -279,7 +281,7 @@ def test_a_share_of_nothing_only_loads_unless_storage_is_late():
     finish(engine, storage, request)
 
 
-# 3. What is kept -------------------------------------------------------------------------------
+# 3. Saving -------------------------------------------------------------------------------------
 
 def found(engine, tokens, wait=True, **options) -> int:
     if wait:
@@ -291,7 +293,7 @@ def found(engine, tokens, wait=True, **options) -> int:
 def test_full_chunks_are_kept_once_and_the_last_token_is_computed():
     engine, cache, storage = engine_for()
     assert len(storage.index) == 6 and found(engine, PROMPT) == 384
-    request = submit(engine, PROMPT, 60)  # 401 + 60: another chunk
+    request = submit(engine, PROMPT, 60)  # 400 + 60 tokens: one more chunk
     finish(engine, storage, request)
     assert found(engine, request.tokens) == 448
     assert len(storage.index) == 7
@@ -331,14 +333,14 @@ def test_without_a_place_saving_waits_for_the_next_step_and_chunks_that_never_fi
     assert engine.counts["drops"] - before == 2
     del storage.index[next(iter(storage.index))]
     ask(engine, [*PROMPT, 7], 1)
-    assert engine.counts["drops"] - before == 3, "storage has the other five"
+    assert engine.counts["drops"] - before == 3, "storage still has the other five chunks"
 
 
 def test_a_chunk_on_its_way_to_storage_is_not_sent_again():
     engine, cache, storage = engine_for()
     written, before = Transfer("save", "chunk"), engine.counts["bytes_out"]
     storage.set = lambda keys, values: written
-    for _ in range(2):  # the second one finds it on the device
+    for _ in range(2):  # the second request finds the chunks on the device
         ask(engine, draw(random.Random(5), 150), 1)
     assert engine.counts["bytes_out"] - before == 2 * BYTES
     written.finish(0.0, 0.0)
@@ -396,12 +398,12 @@ def test_a_trace_changes_its_speed_in_the_middle_of_a_read():
     cases = (0, 50, 0.5), (0, 105, 1.5), (0, 150, 2.4), (1.5, 5, 2.0), (0.9, 10 + 10 + 7, 2.07)
     for start, size, arrival in cases:
         assert trace.arrival(start - LATENCY, size) == pytest.approx(arrival)
-    assert trace.arrival(0, 11_000) == pytest.approx(200, rel=1e-3), "100 times through both"
+    assert trace.arrival(0, 11_000) == pytest.approx(200, rel=1e-3), "100 times through both speeds"
     slow = Bandwidth(10.0)
     assert slow.arrival(1.0, 20) == pytest.approx(3.0, rel=1e-4)
     for model in trace, slow:
         later = model.arrival(0.25, 5, pieces=1000) - model.arrival(0.25, 5)
-        assert later == pytest.approx(1000 * PIECE, rel=1e-4), "in the same bandwidth"
+        assert later == pytest.approx(1000 * PIECE, rel=1e-4), "the time for pieces does not depend on the bandwidth"
     trace.began = time.perf_counter() - 0.5e-3
     trace.seconds = 60.0
     assert trace.value == 100.0
@@ -410,13 +412,13 @@ def test_a_trace_changes_its_speed_in_the_middle_of_a_read():
 
 
 def test_reads_are_charged_back_to_back_and_those_that_were_called_off_neither_charged_nor_done():
-    storage, value = both_ends.ModelledStorage(1e9, 1.0), numpy.ones(8000, "u1")  # hours
+    storage, value = both_ends.ModelledStorage(1e9, 1.0), numpy.ones(8000, "u1")  # 1 byte/s: a read takes hours
     storage.open(lambda: None)
     storage.write([b"1"], [value])
     places = [numpy.zeros_like(value) for _ in range(4)]
     reads = [storage.get([b"1"], [place]) for place in places]
     reads[2].cancel()
-    storage.close()  # what the model has on its way arrives now
+    storage.close()  # pending reads complete now
     assert [place.any() for place in places] == [True, True, False, True] and "cancelled" in str(reads[2].error)
     spans, each = [read.span() for read in reads], LATENCY + PIECE + 8000
     for (start, end), seconds in zip(spans, [each, each, 0, each]):

@@ -1,7 +1,7 @@
-"""What every Cache owes the engine (common/cache.py): equal tokens, whatever fails, nothing left behind.
+"""The contract of every Cache (common/cache.py): tokens equal chapter 01's, even after failures, and nothing is left.
 
-    pytest tests/test_cache_contract.py                                # those of the chapters
-    pytest tests/test_cache_contract.py --cache my_cache:MyCache       # your own: MyCache(blocks, bytes/s)
+    pytest tests/test_cache_contract.py                                # the chapters' Caches
+    pytest tests/test_cache_contract.py --cache my_cache:MyCache       # your own, called as MyCache(blocks, bytes/s)
 
 A failure names the rule that was broken.
 """
@@ -28,7 +28,7 @@ from tests.support.engines import (
 )
 from tests.support.faults import faulty
 
-# K and V are computed again, in a batch of another shape
+# These Caches compute K and V again, in a batch of another shape, so bits may differ.
 COMPUTES = "none", "hidden", "planned", "files", "both", "both, files", "tiered, both ends"
 
 
@@ -42,12 +42,14 @@ def pytest_generate_tests(metafunc):
 
 def assert_equal(*requests: Request, rule: str = "tokens are those of chapter 01"):
     for request in requests:
-        assert not isinstance(request.outcome, Exception), f"{rule}: it ended with {request.outcome!r}"
-        assert ORACLE.judge(request) != "wrong", f"{rule}: they differ"
+        assert not isinstance(request.outcome, Exception), f"{rule}: the request ended with {request.outcome!r}"
+        assert ORACLE.judge(request) != "wrong", f"{rule}, but they differ"
 
 
 def came_back(cache: str, tokens: int) -> bool:
-    """Whether so many restored tokens are what is to be expected; prefill may win a race against storage."""
+    """Return True if `tokens` restored tokens are plausible for a Cache.
+
+    It must restore some, unless it is "none", or unless prefill may be faster than storage."""
     return cache in ("both", "tiered, both ends") or (tokens > 0) == (cache != "none")
 
 
@@ -56,7 +58,7 @@ def restored(request: Request) -> int:
 
 
 def blocks_in(pool, pieces: list[torch.Tensor]) -> set[int]:
-    """The blocks of `pool`, if its memory has six dimensions, at which a copy's pieces begin."""
+    """Return the blocks of `pool` in which a copy's pieces begin, if the pool's memory has six dimensions."""
     memory, found = pool.memory, set()
     for piece in pieces if memory is not None and memory.dim() == 6 else ():
         if piece.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
@@ -73,10 +75,10 @@ def test_what_a_copy_uses_is_referenced_and_found_only_when_it_is_there(cache):
         before_layer(index, hidden, batch)
         tables = {block for request, _ in batch.work for block in request.table}
         for transfer, dst, _ in copies.copies:
-            layer = [piece for piece in dst if piece.shape[0] == 2]  # [2, block_size, ...]: of one layer
+            layer = [piece for piece in dst if piece.shape[0] == 2]  # [2, block_size, ...]: a piece of one layer
             layer = [piece for piece in layer if piece.storage_offset() // memory.stride(0) == index]
             if tables & blocks_in(engine.pool, layer) and not transfer.ready:
-                early.append(transfer)  # the engine would take an exception for a step that failed
+                early.append(transfer)  # do not raise here: the engine would run the step again
 
     engine.lower_tier.before_layer, early = watched, []
     with faulty(rng, late=1.0, delay=0.1) as copies:
@@ -86,7 +88,7 @@ def test_what_a_copy_uses_is_referenced_and_found_only_when_it_is_there(cache):
             engine.submit(request := Request(rng.choice(documents) + draw(rng, 8), 2))
             while request.outcome is None:
                 engine.step()
-                assert not early, "a layer is computed when its history is there"
+                assert not early, "a layer is computed only after its history has arrived"
                 for transfer, dst, src in copies.copies:
                     for pool in engine.pools.values():
                         written, read = blocks_in(pool, dst), blocks_in(pool, src)
@@ -95,8 +97,8 @@ def test_what_a_copy_uses_is_referenced_and_found_only_when_it_is_there(cache):
                         if transfer.ready:
                             continue
                         looked_at += len(written | read)
-                        assert not idle, "whatever a copy reads or writes is referenced until the copy is over"
-                        assert not known, "nothing is registered before it has arrived"
+                        assert not idle, "blocks that a copy reads or writes are referenced until the copy completes"
+                        assert not known, "a block is not registered before its copy has arrived"
     assert_equal(request, rule="restored tokens are those that were computed")
     assert looked_at or cache not in ("host", "tiered") and ":" not in cache
 
@@ -111,10 +113,10 @@ def test_what_left_the_device_comes_back_as_it_was(cache, size, budget):
         table = engine.pool.find(request.chain[: 200 // size])
         seen.append([engine.pool.memory[:, :, block].clone() for block in table])
         evict(engine)
-    assert came_back(cache, restored(request)), "what was kept is found again"
+    assert came_back(cache, restored(request)), "blocks that were saved are found again"
     assert restored(request) <= 200 and len(seen[0]) == 200 // size
     equal = partial(torch.allclose, atol=1e-5) if cache in COMPUTES else torch.equal
-    assert all(map(equal, *seen)), "what comes back is what was lost"
+    assert all(map(equal, *seen)), "restored blocks have the contents that were evicted"
     check_pools(engine)
 
 
@@ -122,7 +124,7 @@ def test_another_salt_finds_nothing(cache):
     engine, prompt = make(cache), draw(random.Random(2), 100)
     ask(engine, prompt, cache_salt="\u00e4\U0001f511")
     evict(engine)
-    assert not ask(engine, prompt, cache_salt="\u00e4").found, "other salts share nothing"
+    assert not ask(engine, prompt, cache_salt="\u00e4").found, "requests with different salts share no blocks"
     evict(engine)
     assert came_back(cache, restored(ask(engine, prompt, cache_salt="\u00e4\U0001f511")))
 
@@ -145,15 +147,15 @@ def test_thirty_questions_about_one_document_bring_it_back_once(cache):
     asked = [Request(document + draw(rng, 9), 2) for _ in range(30)]
     engine.generate(asked)
     assert_equal(*asked)
-    assert engine.counts["restored_tokens"] - before <= 256, "nothing is restored twice at the same time"
+    assert engine.counts["restored_tokens"] - before <= 256, "a document is not restored twice at the same time"
     computed = sum(request.prompt_tokens - request.cached_tokens for request in asked)
-    assert computed <= 30 * 25 + 256, "nothing is computed twice at the same time"
+    assert computed <= 30 * 25 + 256, "a document is not computed twice at the same time"
 
 
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_requests_that_are_cancelled_leave_nothing_and_others_need_them_not(cache, steps, lost):
-    """`lost`: all ask about what was there before; else about what the first of them is about to compute."""
+    """`lost`: the prompt was computed before and then evicted. Otherwise the first request is about to compute it."""
     engine, rng = make(cache, 60, token_budget=512 if lost else 32), random.Random(5)
     prompt = draw(rng, 150)
     if lost:
@@ -169,7 +171,7 @@ def test_requests_that_are_cancelled_leave_nothing_and_others_need_them_not(cach
         engines.submit(engine, last := Request(prompt, 4))
         engines.until_over(engine, *asked[3:], last)
     wait_until_idle(engine)
-    assert all(isinstance(request.outcome, ClientDisconnected) for request in asked[:3]), "cancelled is over"
+    assert all(isinstance(request.outcome, ClientDisconnected) for request in asked[:3]), "a cancelled request ends"
     assert_equal(*asked[3:], last)
     check_pools(engine)
 
@@ -179,9 +181,9 @@ def test_requests_are_preempted_and_go_on(cache, sizes, budget):
     engine, rng = make(cache, 14, max_running=8, token_budget=budget), random.Random(6)
     asked = [Request(draw(rng, prompt), new) for prompt, new in sizes]
     engine.generate(asked)
-    assert engine.counts["preemptions"], "the test is to preempt"
-    assert_equal(*asked, rule="a preempted request goes on where it was")
-    assert not any(request.found for request in asked), "what a request has computed itself is not found"
+    assert engine.counts["preemptions"], "the test must cause preemptions"
+    assert_equal(*asked, rule="a preempted request continues where it was")
+    assert not any(request.found for request in asked), "blocks that a request has computed itself do not count as found"
     check_pools(engine)
 
 
@@ -197,7 +199,7 @@ def test_what_was_used_last_is_evicted_last_whenever_copies_end(cache):
         wait_until_idle(engine)
     pool = engine.pool
     pool.make_room(pool.free.count(1) + len(pool.find(second.chain)))
-    assert not pool.find(second.chain) and len(pool.find(first.chain)) == 10, "eviction follows use"
+    assert not pool.find(second.chain) and len(pool.find(first.chain)) == 10, "eviction order is order of use"
     assert_equal(first, second, again)
 
 
@@ -232,12 +234,12 @@ def test_whoever_comes_while_the_pass_waits_is_computed_meanwhile(cache):
         engines.until_over(engine, back)
     assert_equal(back, quick)
     if restored(back):
-        assert quick.times[-1] < back.times[0], "who waits for a copy lets others compute"
+        assert quick.times[-1] < back.times[0], "a request that waits for a copy lets others compute"
 
 
 def test_generated_traffic(cache):
     counts = traffic.run(cache, 60, seed=12)
     assert counts["wrong"] == 0 and counts["failed"] == 0, counts
     assert counts["tie"] <= 1 + counts["tokens"] / 100_000, counts
-    # How many depends on who is there first, and on what still has room
+    # The number depends on the order of threads, and on which blocks still have room.
     assert counts["restored"] >= 3 or cache == "none", counts

@@ -1,4 +1,4 @@
-"""Loading: what is refused and how it says so, what lands where, and how much memory that takes."""
+"""Loading a model: refusals and their sentences, the places of all weights, and memory."""
 
 import builtins
 import json
@@ -23,7 +23,7 @@ from tests.support.engines import baseline
 
 
 def refusal(name, **options) -> str:
-    """The sentence with which loading is refused."""
+    """Return the sentence with which loading is refused."""
     with pytest.raises(checkpoint.ModelError) as error:
         checkpoint.load(str(name), **{"device": "cpu", **options})
     message = str(error.value)
@@ -33,7 +33,7 @@ def refusal(name, **options) -> str:
 
 @pytest.fixture
 def folder(tiny_folder, tmp_path) -> Path:
-    """A copy of the tiny model to break."""
+    """A copy of the tiny model's folder, for tests that damage it."""
     return Path(shutil.copytree(tiny_folder, tmp_path / "model"))
 
 
@@ -48,7 +48,7 @@ def change_weights(path: Path, change):
 
 
 def index(folder: Path, more: str):
-    """Name all tensors, and one `more`, as those of a part."""
+    """Write an index that places all tensors, and one named `more`, in a part file."""
     names, part = [*load_file(folder / "model.safetensors"), more], "model-00001-of-00001.safetensors"
     (folder / "model.safetensors").rename(folder / part)
     (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, part))))
@@ -64,7 +64,7 @@ def tied_in_float8(folder: Path):
         convert(folder, name, torch.float8_e4m3fn)
 
 
-# Models that cannot be had ---------------------------------------------------------------------
+# Refusals --------------------------------------------------------------------------------------
 
 Q0 = "model.layers.0.self_attn.q_proj.weight"
 BROKEN = {
@@ -100,7 +100,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("broken, words", BROKEN.values(), ids=BROKEN)
 def test_what_cannot_be_had_is_refused_in_one_sentence(folder, broken, words):
-    """`broken`: a name, or what breaks a folder."""
+    """`broken`: the name of a model, or a function that damages a folder."""
     if callable(broken):
         broken(folder)
     message = refusal(folder if callable(broken) else broken)
@@ -117,7 +117,7 @@ def test_the_tokenizer_is_its_files_whatever_class_is_named_and_code_beside_it_n
     )
     monkeypatch.setattr(builtins, "input", lambda *_: "y")
     theirs = dict(tokenizer_class="T", auto_map=dict(AutoTokenizer=[None, "code.T"]))
-    for name in "chat_template.jinja", "config.json", "generation_config.json":  # byte order marks, as some editors write them
+    for name in "chat_template.jinja", "config.json", "generation_config.json":  # some editors write byte order marks
         (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
     for fields in dict(tokenizer_class="LlamaTokenizerFast"), theirs:
         change_json(folder / "tokenizer_config.json", **fields)
@@ -154,7 +154,9 @@ def test_without_network_a_hub_model_is_taken_from_the_cache_or_refused_in_one_s
 
 @pytest.fixture
 def hub(folder, tmp_path, monkeypatch):
-    """A hub whose every model is `folder`; it notes in `asked` and `sent` what was asked for, and what was sent."""
+    """A fake hub on which every model is `folder`.
+
+    `asked`: names of requested models. `sent`: names of downloaded files."""
     import huggingface_hub
     hub = Mock(asked=set(), sent=[], cache=tmp_path / "0123abc")
     hub.cache.mkdir()
@@ -176,7 +178,7 @@ def hub(folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_of_a_hub_model_only_the_weights_that_are_read_are_downloaded(hub, folder, tmp_path, sharded):
-    """Not its fp16 twin, pickles, GGUF files, what another program reads, or parts that were there before."""
+    """No fp16 variants, pickles, GGUF files, files of other programs, or parts of an older version are downloaded."""
     parts = write_model(tmp_path / "parts", max_shard_size="60KB")
     own = list(parts.glob("model*"))
     for path in own:
@@ -185,7 +187,7 @@ def test_of_a_hub_model_only_the_weights_that_are_read_are_downloaded(hub, folde
                  "adapter_model.safetensors", "pytorch_model.bin", "model.gguf", "model-00001-of-00009.safetensors"):  # fmt: skip
         (folder / name).write_bytes(b"of others")
     (folder / "model.safetensors").rename(folder / ("before.safetensors" if sharded else "model.safetensors"))
-    if not sharded:  # an index of others, too: the whole model goes before it
+    if not sharded:  # an index of other files, too: model.safetensors takes precedence
         (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00009.safetensors"}}')
     for name in "tinyllama", str(folder):
         assert checkpoint.load(name, device="cpu")[0].digest
@@ -201,8 +203,8 @@ def test_of_a_hub_model_only_the_weights_that_are_read_are_downloaded(hub, folde
     (lambda f: change_json(f / "config.json", vocab_size=10**12), ["GB", "free"]),
     (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), ["owner/name has no model.safetensors", "pickles are not read"]),
     (lambda f: (f / "gated").touch(), ["owner/name", "Access is restricted"]),
-    (partial(index, more=Q0.replace("proj", "norm")), ["q_norm", "no place"]),
-    (partial(index, more="vision_tower.patch.weight"), ["vision_tower", "no place"]),
+    (partial(index, more=Q0.replace("proj", "norm")), ["q_norm", "does not have"]),
+    (partial(index, more="vision_tower.patch.weight"), ["vision_tower", "does not have"]),
 ])  # fmt: skip
 def test_a_hub_model_is_refused_before_its_weights_are_downloaded(hub, folder, break_it, words):
     break_it(folder)
@@ -212,7 +214,7 @@ def test_a_hub_model_is_refused_before_its_weights_are_downloaded(hub, folder, b
 
 @pytest.mark.parametrize("kept", [["lm_head.weight"], ["model.embed_tokens.weight"], list(checkpoint.TIED)])
 def test_one_of_two_tied_tensors_is_enough(folder, kept):
-    def change(tensors):  # as in `transformers` from version 5 on
+    def change(tensors):  # as `transformers` writes it from version 5 on
         embedding, _ = (tensors.pop(name) for name in checkpoint.TIED)
         tensors.update({name: embedding.clone() for name in kept})
 
@@ -223,7 +225,7 @@ def test_one_of_two_tied_tensors_is_enough(folder, kept):
     assert torch.equal(model.embedding, theirs.model.embed_tokens.weight) and model.head.weight is model.embedding
 
 
-# What is loaded --------------------------------------------------------------------------------
+# Weights ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype, options", [
     ("float32", {}), ("bfloat16", dict(max_shard_size="60KB")), ("float16", dict(tie_word_embeddings=True)),
@@ -245,7 +247,9 @@ def test_every_weight_is_that_of_the_file(dtype, options, tmp_path):
 
 @pytest.mark.parametrize("kept", ["model-00009-of-00009.safetensors", "model.safetensors"])
 def test_a_tensor_is_taken_from_the_file_that_the_index_names(kept, tmp_path):
-    """Not from a part that has another of the same name, be it the first, the last or the whole model."""
+    """A file with another tensor of the same name is ignored.
+
+    That file may be the first part, the last one, or model.safetensors."""
     folder = write_model(tmp_path / "model", max_shard_size="60KB")
     index = folder / "model.safetensors.index.json"
     places = json.loads(index.read_text())["weight_map"]
@@ -317,19 +321,21 @@ print(json.dumps([taken, imported, 1024 * given_back, 1024 * (kilobytes("VmRSS")
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="reads /proc/self/status; only glibc keeps what is freed")
 def test_a_process_imports_little_takes_the_model_and_a_tensor_more_and_keeps_what_a_step_frees_and_few_kernels(tiny_folder, tmp_path):
-    """A model of 100 MB in bfloat16, whose file is twice its size. Importing model classes takes longer than everything
-    else at the start. Where glibc gives memory back, the next step has all pages faulted in again."""
+    """The model takes 100 MB in bfloat16, and its file twice that.
+
+    Model classes must not be imported, which would take longer than the rest of the start. Freed memory must stay in
+    the process, because the next step would otherwise fault all pages in again."""
     sizes = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4)
     folder = write_model(tmp_path / "large", num_attention_heads=16, num_key_value_heads=16, **sizes)
     size = (folder / "model.safetensors").stat().st_size // 2
-    largest = 2 * 2816 * 1024 * 4  # gate and up lie in one matrix
+    largest = 2 * 2816 * 1024 * 4  # gate and up are one matrix
     environment = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
     done = subprocess.run([sys.executable, "-c", MEASURE, str(tiny_folder), str(folder)], cwd=ROOT, text=True, capture_output=True,
                           timeout=300, env={**environment, "OMP_NUM_THREADS": "1"})  # fmt: skip
     shutil.rmtree(folder)
     assert done.returncode == 0, done.stderr
-    slack = 48 << 20  # the allocator's and oneDNN's
+    slack = 48 << 20  # for the allocator and oneDNN
     taken, imported, given_back, kernels = json.loads(done.stdout)
-    assert 0.9 * size <= taken <= 2 * size + largest + slack, "the weights and their copy"
+    assert 0.9 * size <= taken <= 2 * size + largest + slack, "the process takes the memory of the weights and of their copy"
     assert imported == [] and given_back < 20e6
-    assert kernels < 110e6, "290 MB where all are kept"
+    assert kernels < 110e6, "a limited number of kernels is cached; without the limit they take 290 MB"

@@ -1,4 +1,4 @@
-"""The text, the training and the shipped classroom model."""
+"""The classroom model: its training text, its training, and the shipped weights."""
 
 import random
 import re
@@ -26,7 +26,7 @@ def rows():
 
 @pytest.fixture
 def small(monkeypatch):
-    """A model of three layers, and six steps."""
+    """Make training short: three layers and few steps."""
     small = {**train.CONFIG, "num_hidden_layers": 3, "intermediate_size": 64}
     monkeypatch.setattr(train, "CONFIG", small)
     monkeypatch.setattr(train, "STAGES", [(0.0005, 64, 2, 0.5, Level()), (0.001, 128, 2, 0.5, HARD)])

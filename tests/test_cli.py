@@ -1,4 +1,4 @@
-"""The command line of all chapters: what it prints and writes, what it says to wrong input, how it ends."""
+"""The command line of all chapters: its output and files, its errors for wrong input, and how it ends."""
 import gc
 import http.client
 import io
@@ -29,14 +29,14 @@ ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
 
 
 def run_here(monkeypatch, capsys, *arguments) -> tuple[str, str]:
-    """Run it in this process, since importing PyTorch takes longer than all of it. Returns what it said."""
+    """Run the command line in this process, which saves the import of PyTorch. Returns: (stdout, stderr)."""
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     return capsys.readouterr()
 
 
 def refused_here(monkeypatch, capsys, *arguments) -> str:
-    """Run it in this process and return its one line of complaint."""
+    """Run a command line that must be refused, in this process, and return its one line of error."""
     with pytest.raises(SystemExit) as end:
         run_here(monkeypatch, capsys, *arguments)
     said, complaint = capsys.readouterr()
@@ -49,12 +49,12 @@ def refused_here(monkeypatch, capsys, *arguments) -> str:
 
 @pytest.fixture(autouse=True)
 def signals(monkeypatch):
-    """main changes how this process ends, and what stdout does with letters that it does not know."""
+    """Keep `main` from changing this process: its signal handlers, and the encoding errors of stdout."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(type(sys.stdout), "reconfigure", lambda *_, **__: None, raising=False)
 
 
-# 1. What is asked rightly -----------------------------------------------------------------------------------
+# 1. Valid input --------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("explain", [False, True])
 def test_prompt_prints_the_answer_writes_its_numbers_and_closes_the_engine(
@@ -62,7 +62,7 @@ def test_prompt_prints_the_answer_writes_its_numbers_and_closes_the_engine(
     files, closed, limited = {name: tmp_path / name for name in ("json", "trace")}, [], []
     monkeypatch.setattr(limits, "limit_threads", lambda: limited.append(True))
     monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
-    monkeypatch.setattr(sys, "stderr", sys.stdout)      # as on a terminal, where both are to be read
+    monkeypatch.setattr(sys, "stderr", sys.stdout)      # as on a terminal, which shows both
     said, _ = run_here(monkeypatch, capsys, "--model", tiny_folder, "--prompt", "Hello", "--max-tokens", 20,
                        *["--explain"] * explain, *(f"--{name}={path}" for name, path in files.items()))
     report = json.loads(files["json"].read_text())
@@ -98,7 +98,7 @@ def test_a_terminal_without_utf8_shows_the_answer_all_the_same(monkeypatch, caps
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_who_reads_only_the_beginning_ends_it_quietly(words, unbuffered):
     reading, writing = os.pipe()
-    os.close(reading)                           # as `head` leaves it
+    os.close(reading)                           # as after `| head`
     with open(writing, "w") as closed:
         done = subprocess.run([sys.executable, *words], stdout=closed, stderr=subprocess.PIPE, text=True, cwd=ROOT,
                               env={**ENVIRONMENT, "PYTHONUNBUFFERED": unbuffered}, timeout=TIMEOUT)
@@ -108,7 +108,7 @@ def test_who_reads_only_the_beginning_ends_it_quietly(words, unbuffered):
 
 def test_without_a_terminal_and_without_files_for_its_words_it_answers(monkeypatch, capsys, tmp_path):
     with monkeypatch.context() as patch:
-        for name in "stdout", "stderr":             # as `>&- 2>&-` leaves them
+        for name in "stdout", "stderr":             # as after `>&- 2>&-`
             patch.setattr(sys, name, None)
         patch.setattr(sys, "argv", [str(SCRIPT), *TINY, "--prompt", "Hello", "--json", str(tmp_path / "json")])
         runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -116,7 +116,7 @@ def test_without_a_terminal_and_without_files_for_its_words_it_answers(monkeypat
     assert json.loads((tmp_path / "json").read_text())["text"] and capsys.readouterr() == ("", "")
 
 
-# 2. What is asked wrongly -----------------------------------------------------------------------------------
+# 2. Wrong input --------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("words,arguments", [
     ("'99999'", ["--port", "99999"]), ("'-1'", ["--port", "-1"]), ("'http'", ["--port", "http"]),
@@ -148,7 +148,7 @@ def test_an_allocation_that_fails_is_one_sentence_that_says_what_to_make_smaller
     monkeypatch.setattr(*where, allocate)
     for words in ["--prompt", "Hello"], ["--demo"], ["--port", "0"]:
         line = refused_here(monkeypatch, capsys, *TINY, *words)
-        assert line == "stub: Memory is short here; make --model smaller, or take a 16-bit --dtype."
+        assert line == "stub: There is not enough memory; make --model smaller, or choose a 16-bit --dtype."
 
 
 def test_a_port_in_use_is_told_before_the_model_is_looked_for(monkeypatch, capsys):
@@ -173,10 +173,10 @@ def test_a_server_is_for_this_machine_only_knows_the_engines_fields_and_freezes_
     assert listener.host == (host or "127.0.0.1") and made.info["chapter"] == "stub"
     assert made.frontend.fields == Engine.fields
     assert frozen == [True] and ends == [130] and complaint.endswith("\nInterrupted.\n")
-    assert f"stub serves random:tiny on http://{shown}:{listener.port} " in said    # works in a browser
+    assert f"stub serves random:tiny on http://{shown}:{listener.port} " in said    # an address that works in a browser
 
 
-@pytest.mark.parametrize("module", ["torch", "numpy"])      # which PyTorch would import in C, where Ctrl-C is lost
+@pytest.mark.parametrize("module", ["torch", "numpy"])      # PyTorch would import numpy from C, where Ctrl-C is lost
 @pytest.mark.parametrize("chapter", sorted(path.name for path in ROOT.glob("0*.py")))
 def test_ctrl_c_while_pytorch_is_imported_ends_in_a_line(tmp_path, chapter, module):
     (tmp_path / "torch.py").write_text("")
@@ -188,7 +188,7 @@ def test_ctrl_c_while_pytorch_is_imported_ends_in_a_line(tmp_path, chapter, modu
 
 
 class Process:
-    """The script in its own process, to be interrupted. stdout and stderr come in one stream."""
+    """The script in a process of its own, for tests that interrupt it. stdout and stderr are one stream."""
 
     def __init__(self, *arguments, command=(sys.executable, SCRIPT)):
         self.process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -209,7 +209,7 @@ class Process:
             self.output += piece
 
     def interrupt(self, number=signal.SIGINT, status: int = 130):
-        """Ctrl-C; it must end by itself, and quietly."""
+        """Send a signal (default: Ctrl-C). The process must end by itself, with `status` and without a traceback."""
         self.process.send_signal(number)
         self.output += self.process.communicate(timeout=TIMEOUT)[0]
         assert self.process.returncode == status, self.output
@@ -225,20 +225,20 @@ def test_ctrl_c_ends_it_at_once():
 
 
 def ask_three(process) -> list:
-    """Return three connections to a served process: one is being answered, the others wait."""
+    """Send three requests to a server and return the connections. One request runs, the others are queued."""
     process.read_until(b"(Ctrl-C ends it)\n")
     process.port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
     connections = [http.client.HTTPConnection("127.0.0.1", process.port, timeout=TIMEOUT) for _ in range(3)]
     for connection in connections:
         connection.request("POST", "/generate", json.dumps(dict(prompt="Hello", max_tokens=400)))
     eventually(lambda: health(process.port)["counters"]["requests"] == 3)
-    assert health(process.port)["title"] == "A chapter around the stub engine, for tests of the command line."
+    assert health(process.port)["title"] == "A chapter with the stub engine, for tests of the command line."
     return connections
 
 
 @pytest.mark.parametrize("pause,ending,number,status", [
     ("0.05", "60", signal.SIGTERM, 143), ("0.05", "60", signal.SIGHUP, 129),
-    ("60", "1", signal.SIGINT, 130)])           # a step that lasts longer than the server
+    ("60", "1", signal.SIGINT, 130)])           # a step that takes longer than the server waits
 def test_a_server_that_is_told_to_end_tells_its_clients(pause, ending, number, status):
     with Process(*TINY, "--port", "0", "--pause", pause, "--explain", "--ending", ending) as process:
         connections = ask_three(process)
@@ -246,9 +246,9 @@ def test_a_server_that_is_told_to_end_tells_its_clients(pause, ending, number, s
         assert all(map(told, connections))
         lines = process.output.decode().splitlines()
         threads = {line.partition(" on ")[2] for line in lines if " rows " in line and " on " in line}
-        assert threads == {"MainThread"}, "the one that has loaded the weights"
+        assert threads == {"MainThread"}, "all steps run on the thread that loaded the weights"
         closed = [line.rpartition("  ")[2] for line in lines if "  close " in line]
-        assert closed == (["between steps"] if ending == "60" else []), "a step that goes on is left alone"
+        assert closed == (["between steps"] if ending == "60" else []), "the engine is not closed during a step"
 
 
 def test_a_second_ctrl_c_ends_a_server_at_once():

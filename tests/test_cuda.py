@@ -1,5 +1,6 @@
-"""The contract on a GPU: what left the device comes back, and tokens are chapter 01's, in whatever order
-streams run. Without a GPU on the emulated device of support/streams.py, in each of its schedules."""
+"""The contract of Caches on a GPU: evicted blocks are restored and tokens equal chapter 01's, in any order of streams.
+
+Without a GPU, the tests run on the emulated device of support/streams.py, in each of its schedules."""
 
 import functools
 import gc
@@ -48,13 +49,13 @@ TESTED |= {
     "hybrid": None,
 }
 EXACT = [cache for cache in TESTED if cache != "8 bits"]
-FOUND = set(TESTED) - {"both", "tiered, both ends", "8 bits", "hybrid"}  # whatever prefill does meanwhile
-REQUESTS = int(os.environ.get("GPU_REQUESTS", 150 if REAL else 480))  # of generated traffic, over all caches and schedules
+FOUND = set(TESTED) - {"both", "tiered, both ends", "8 bits", "hybrid"}  # they restore blocks however fast prefill is
+REQUESTS = int(os.environ.get("GPU_REQUESTS", 150 if REAL else 480))  # of generated traffic, in all caches and schedules together
 
 
 @pytest.fixture(params=["real"] if REAL else streams.SCHEDULES)
 def gpu(request, monkeypatch):
-    """A device in one of its orders; a real one is disturbed by delays on the lanes and between the steps."""
+    """A GPU: the emulated one in one of its schedules, or a real one with random delays on its streams."""
     torch.set_num_threads(1)
     if REAL:
         rng, copy = random.Random(0), Link.copy
@@ -75,7 +76,7 @@ def gpu(request, monkeypatch):
 
 @pytest.fixture(scope="module")
 def oracle():
-    """Chapter 01's answers, on the host."""
+    """Cache -> an Oracle with chapter 01's answers, computed on the CPU."""
     return {cache: engines.Oracle(tiny_model(0, 4 if cache == "hybrid" else 2)) for cache in TESTED}
 
 
@@ -103,7 +104,7 @@ def test_a_copy_begins_behind_what_is_queued_is_ordered_before_what_follows_and_
     device, host = torch.zeros(size, device="cuda"), torch.zeros(size, pin_memory=True)
     for value in range(1, 6):
         torch.cuda._sleep(50_000_000)
-        device.fill_(value)  # queued, not done
+        device.fill_(value)  # queued, not done yet
         out = save.copy(host, device, "out")
         device_before = device.clone()
         assert out.queue_wait()
@@ -144,7 +145,7 @@ def test_requests_are_cancelled_and_preempted_under_way_and_copies_fail(gpu, ora
         asked = [Request(documents[number % 2] + draw(rng, 3), 12) for number in range(4)]
         for request in asked:
             engine.submit(request)
-        with faulty(rng, failing=0.0 if cache == "hybrid" else 0.2):  # where a step fails with any of its copies
+        with faulty(rng, failing=0.0 if cache == "hybrid" else 0.2):  # in chapter 08 a failed copy fails the whole step
             for _ in range(1 + turn):
                 engine.step()
             engine.cancel(asked[turn], ClientDisconnected("cancelled"))
@@ -168,7 +169,7 @@ def test_an_engine_that_ends_with_copies_under_way_harms_no_other(gpu, oracle, c
         engines.submit(engine, Request(prompts[0] + [5], 4), Request(prompts[1], 4), steps=1)
         engine.close()
         del engine
-        gc.collect()  # its memory is the next one's
+        gc.collect()  # the next engine may get its memory
         other = make(cache)
         for _ in range(2):
             request = ask_and_evict(other, prompts[1], 3)
@@ -186,7 +187,7 @@ def test_pinned_memory_lives_until_kernels_have_read_it(gpu, what_dies):
     if what_dies != "memory":
         links.clear()
     gc.collect()
-    assert torch.empty(9, 512, pin_memory=True).fill_(-1).is_pinned()  # perhaps in the same place
+    assert torch.empty(9, 512, pin_memory=True).fill_(-1).is_pinned()  # perhaps at the same address
     torch.cuda.synchronize()
     assert device.sum().item() == 3 * 512
 
@@ -197,7 +198,7 @@ def test_two_engines_take_turns_and_a_pass_ends_between_two_pieces(gpu, oracle, 
     model = engines.tiny_model(0, 2, "cuda")
 
     def interrupted(restorer, index, *given, wait=Restorer.before_layer):
-        """In every third pass another request is more urgent, behind its first layer."""
+        """Interrupt every third pass after its first layer, as if another request had arrived."""
         passes.append(index)
         if index == 1 and passes.count(1) % 3 == 0:
             raise Interrupted
@@ -225,7 +226,7 @@ def test_while_nothing_runs_the_smaller_graphs_are_captured_until_a_request_come
     engine.wake.set()
     engine.step()
     assert sorted(pieces.graphs) == [size for size in pieces.sizes if size <= seen]
-    assert pieces.layers(max(pieces.sizes) + 1) is engine.model.layers, "more rows go without"
+    assert pieces.layers(max(pieces.sizes) + 1) is engine.model.layers, "a pass with more rows uses no graphs"
 
 
 def refuse(*_):
@@ -233,13 +234,13 @@ def refuse(*_):
 
 
 def later(calls: int, original):
-    """-> a method that raises from its so manieth call on."""
+    """Return a method that works for `calls` calls and then raises."""
     left = iter(range(calls))
     return lambda *given, **named: refuse() if next(left, None) is None else original(*given, **named)
 
 
 def changed(original, factor: float):
-    """-> a replay after which q is another."""
+    """Return a replay that multiplies q by `factor` afterwards."""
     def replay(graph):
         original(graph)
         replay.pieces.q.mul_(factor)
@@ -247,7 +248,7 @@ def changed(original, factor: float):
     return replay
 
 
-GRAPHS = {  # what is wrong -> whose it is, and what is there instead
+GRAPHS = {  # what is wrong -> (owner, method, function that returns a replacement)
     "no memory": (Pieces, "allocate", lambda _: refuse),
     "cannot be captured": (None, "capture_begin", lambda _: refuse),
     "the second size cannot": (None, "capture_begin", functools.partial(later, 5)),
@@ -304,7 +305,7 @@ def test_in_each_dtype_graphs_give_what_kernels_do_and_may_add_in_another_order(
                 assert replay.pieces.capture(2) == (factor < 1.5)
 
 
-VIEWS = {  # of host memory: whose kernels copy wrongly, or not at all
+VIEWS = {  # views of host memory with which kernels copy wrongly, or not at all
     "cannot be made": lambda host, view: view(None),
     "of other memory": lambda host, view: view(host.flip(0).pin_memory()),
     "from which nothing leaves": lambda host, view: host.to("cuda"),
@@ -325,13 +326,13 @@ def test_a_link_whose_kernels_copy_wrongly_leaves_blocks_to_the_copy_engine(gpu,
     asked = tiered(64, "best_effort", "write_through", io_backend="kernel") if cache == "kernel" else None
     engine, prompt = engines.make(asked, model=tiny_model(0, 2, "cuda")) if asked else make(cache, 64), draw(random.Random(3), 170)
     for pool in engine.pools.values():
-        pool.release(pool.allocate(pool.size)[::3])  # none is beside another
+        pool.release(pool.allocate(pool.size)[::3])  # no two free blocks are adjacent
     for _ in range(3):
         request = ask_and_evict(engine, prompt, 3)
         assert oracle["hybrid" if cache == "hybrid" else "host"].judge(request) != "wrong"
     assert engine.counts["failed_restorations"] == 0 and (cache == "hybrid" or request.cached_tokens >= 160)
     (line,) = filter(None, capsys.readouterr().err.splitlines())
-    assert line.startswith("No kernel copies between host memory and the GPU (") and "one by one" in line
+    assert line.startswith("The kernel cannot copy between host memory and the GPU (") and "one by one" in line
     links = engine.runner if cache == "hybrid" else engine.lower_tier.cache
     assert links.load_link.backend == links.save_link.backend == "direct"
 
@@ -357,16 +358,16 @@ def test_generated_traffic(gpu, request, number, cache):
     assert not counts["wrong"] and not counts["failed"]
 
 
-# 3. Nothing waits, and what guards the order ----------------------------------------------------
+# 3. The host does not wait, and guards of the order ----------------------------------------------
 
 
 @pytest.mark.parametrize("cache", TESTED)
 def test_what_left_comes_back_and_nothing_between_the_first_layer_and_the_logits_makes_the_host_wait(gpu, oracle, monkeypatch, cache):
     engine, prompt, seen, since = make(cache), draw(random.Random(7), 90), [], []
-    exact = cache not in ("8 bits", "hybrid")  # which keeps K and V on the host
+    exact = cache not in ("8 bits", "hybrid")  # "hybrid" keeps K and V on the host
 
     def contents(request):
-        """Where they lie: attention does not tell blocks that have changed places."""
+        """Return the request's first blocks. Attention alone would not notice blocks that were swapped."""
         return [engine.pool.memory[:, :, block].cpu() for block in engine.pool.find(request.chain)[:5]] if exact else []
 
     before = contents(ask(engine, prompt, 3))
@@ -379,7 +380,7 @@ def test_what_left_comes_back_and_nothing_between_the_first_layer_and_the_logits
         return original(index, *args)
 
     def end(original, *args):
-        """The logits are next, or the step has been given up."""
+        """Called before the logits and around each pass: the host may wait again."""
         try:
             torch.cuda.set_sync_debug_mode("default")
             return original(*args)
@@ -399,7 +400,7 @@ def test_what_left_comes_back_and_nothing_between_the_first_layer_and_the_logits
     request = ask(engine, prompt + [5], 3)
     assert not isinstance(request.outcome, Exception) and not seen
     assert cache == "8 bits" or oracle[cache].judge(request) != "wrong"
-    error = 1e-5 if cache in ("hidden", "planned", "both") else 0.0  # what was copied is bit-equal
+    error = 1e-5 if cache in ("hidden", "planned", "both") else 0.0  # copied blocks are bit-equal
     assert all(torch.allclose(*pair, rtol=0.0, atol=error) for pair in zip(before, contents(request), strict=True))
     assert cache not in FOUND or sum(request.found.values()) >= 64
     assert {span.lane for span in request.timeline.spans} >= {"compute"}
@@ -411,8 +412,9 @@ def test_what_left_comes_back_and_nothing_between_the_first_layer_and_the_logits
 @pytest.mark.parametrize("way, most, copied", [
     ("02", 6, 0), ("03", 6, 1), ("04", 12, 1), ("05", 10, 1.5), ("07", 6, 0)])  # fmt: skip
 def test_launches_of_a_layer(way, most, copied):
-    """For a question behind its history: kernels, and graphs that are launched as one. What is adjacent on the
-    host comes by the copy engine: all but 07's pages."""
+    """Per layer, for a question after its history: kernels, graph replays, and copies by the copy engine.
+
+    The copy engine copies all blocks that are adjacent on the host, which are all except 07's pages."""
     launches, copies, _ = a_layer(way)
     assert 4 <= launches <= most and copies == copied
 
@@ -421,17 +423,17 @@ def test_launches_of_a_layer(way, most, copied):
 @pytest.mark.parametrize("gpu", ["late"], indirect=True)
 @pytest.mark.parametrize("cache", ["host", "hidden", "tiered", "tiered, layer_first", "direct", "ranked", "hybrid"])
 def test_the_host_gathers_no_scattered_blocks(gpu, oracle, cache):
-    """The copy engine takes each run of a layer, or a kernel takes all, in any layout."""
+    """The copy engine copies each run of adjacent blocks in a layer, or one kernel copies all blocks, in any layout."""
     options = dict(layout="layer_first") if cache == "tiered, layer_first" else dict(io_backend="direct")
     blocks, prompts = 120, [draw(random.Random(seed), 290) for seed in range(2)]
-    if cache == "hybrid":  # in each step two mini-batches, of KV and of ACT; the weights are on the device
+    if cache == "hybrid":  # each step has two mini-batches, of KV and of ACT blocks; the weights are on the device
         model, plan = tiny_model(0, 4, "cuda", on_host=True), engines.hybrid.Plan(3, 60, 60, 0, 0)
         engine = engines.make(runner=engines.hybrid_runner(blocks, 16, plan, model, 512), model=model)
     else:
         made = TESTED[cache](blocks) if cache in TESTED else tiered(blocks, "best_effort", "write_through", **options)
         engine = engines.make(made, blocks, model=tiny_model(0, 2, "cuda"))
     for pool in engine.pools.values():
-        pool.release(pool.allocate(pool.size)[::3])  # none is beside another
+        pool.release(pool.allocate(pool.size)[::3])  # no two free blocks are adjacent
     for _ in range(2):
         if cache != "hybrid":
             evict(engine)
@@ -468,6 +470,6 @@ def test_the_emulated_host_waits_for_pageable_memory_and_for_numbers():
         assert gpu.waits == ["pageable copy"] * 2 and device.sum().item() == 16
         with pytest.raises(RuntimeError, match="same device"):
             device + torch.ones(4)
-        assert torch.Generator | None, "what PyTorch imports late says so in its types"
+        assert torch.Generator | None, "PyTorch's own type annotations use torch.Generator this way"
         device.nonzero()
         assert gpu.waits[-1] == "nonzero"

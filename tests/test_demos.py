@@ -1,5 +1,4 @@
-"""The lessons as a user runs them: verified before any number is printed, and their own numbers show the
-mechanism."""
+"""The demos as a user runs them: tokens are verified before any time is printed, and the times show the mechanism."""
 
 import json
 import runpy
@@ -17,8 +16,9 @@ from tools import check_docs
 
 @pytest.mark.parametrize("chapter", check_docs.CHAPTERS)
 def test_a_demo_verifies_its_tokens_and_then_shows_numbers(chapter, tmp_path):
-    """In one test: side by side, test processes would each run the demo. One whose mechanism is not ahead is run
-    once more, since other tests may have had the cores."""
+    """All checks of a demo are in one test, because parallel test processes would otherwise each run the demo.
+
+    If the mechanism is not ahead, the demo runs once more, since other tests may have used the cores."""
     ahead = globals()[f"chapter_{chapter[:2]}_is_ahead"]
     try:
         ahead(*demo(chapter, tmp_path, rounds=1))
@@ -27,20 +27,20 @@ def test_a_demo_verifies_its_tokens_and_then_shows_numbers(chapter, tmp_path):
 
 
 def demo(chapter: str, tmp_path, rounds: int) -> tuple[str, dict]:
-    """Run a demo, and see that it shows what its lesson does -> its output and its report."""
+    """Run a demo and compare its output with its lesson. Returns: (output, report)."""
     files = ["--json", tmp_path / "report.json", "--trace", tmp_path / "trace.json"]
     words = ROOT / f"{chapter}.py", "--demo", "--device", "cpu", "--rounds", rounds, *files
-    done = forked.run(tmp_path, *words, HF_HUB_OFFLINE="1")  # also where ranks start each other
-    assert done.returncode == 0 and "Loading" not in done.stderr, done.stdout + done.stderr     # of `transformers`
+    done = forked.run(tmp_path, *words, HF_HUB_OFFLINE="1")  # rank 0 passes it to the other ranks
+    assert done.returncode == 0 and "Loading" not in done.stderr, done.stdout + done.stderr     # a progress bar of `transformers`
     report, trace = (json.loads((tmp_path / name).read_text()) for name in ("report.json", "trace.json"))
     what_a_demo_says(chapter, done.stdout, report, trace)
     said = done.stdout.replace(f"(median of {rounds})", "(median of 3)")
-    assert first_difference(check_docs.pasted()[chapter], said) is None, "its lesson shows something else"
+    assert first_difference(check_docs.pasted()[chapter], said) is None, "the lesson shows another output"
     return done.stdout, report
 
 
 def times(report, table: str = "") -> dict[str, float]:
-    """Case -> its fastest time, since what other tests do meanwhile only slows."""
+    """Return each case's shortest TTFT, because other tests on the machine only make times longer."""
     rows = [row for row in report["rows"] if table in row.get("table", "-")]
     return {row["case"]: row["min"] for row in rows if "ttft_ms" in row and "case" in row}
 
@@ -48,7 +48,7 @@ def times(report, table: str = "") -> dict[str, float]:
 def what_a_demo_says(chapter: str, said: str, report: dict, trace: dict):
     before, verified, after = said.partition("verified: all ")
     assert verified and " ms" not in before and " tokens/s" not in before
-    assert " ms" in after and "|" in after, "a table and a timeline"
+    assert " ms" in after and "|" in after, "the demo prints a table and a timeline"
     assert {"chapter", "model", "device", "dtype", "link", "verified", "rows"} <= set(report)
     assert report["chapter"] == chapter and report["verified"] is True
     names = {event["name"] for event in trace["traceEvents"]}
@@ -71,12 +71,12 @@ def plain_folder(request, tmp_path_factory):
 
 @pytest.mark.parametrize("plain_folder, chapter", [
     *(("no chat template", chapter) for chapter in check_docs.CHAPTERS[:-1]),
-    ("no system role", "02_paged_kv"), ("no system role", "07_tiered_storage"),  # which have one
+    ("no system role", "02_paged_kv"), ("no system role", "07_tiered_storage"),  # their demos have a system message
 ], indirect=["plain_folder"])  # fmt: skip
 def test_a_demo_asks_a_model_that_knows_no_roles_and_a_slow_one_about_less(chapter, plain_folder, monkeypatch, capsys):
     monkeypatch.setattr(lesson, "SECONDS", 1e-6)
     run_until_compared(chapter, monkeypatch, "--model", str(plain_folder))
-    assert ("Of 2048 tokens of context 512 are used" in capsys.readouterr().out) == (chapter[:2] != "08"), "all are short"
+    assert ("Of 2048 tokens of context, 512 are used" in capsys.readouterr().out) == (chapter[:2] != "08"), "every demo except 08's shortens the context"
 
 
 @pytest.mark.parametrize("chapter", ["03_cpu_offload", "04_hidden_state_cache", "06_bidirectional", "07_tiered_storage"])
@@ -90,7 +90,7 @@ def test_a_demo_takes_small_pools_as_they_are_and_says_which_one_is_too_small(ch
 
 
 def run_until_compared(chapter: str, monkeypatch, *options):
-    """As far as the comparison; what is timed behind it asks nothing else."""
+    """Run a demo as far as the comparison with chapter 01. The rest only repeats its requests to time them."""
     def equal(pairs, *_):
         assert len(pairs) > 1 and all(theirs == ours for theirs, ours in pairs)
         raise RuntimeError("compared")
@@ -104,7 +104,7 @@ def run_until_compared(chapter: str, monkeypatch, *options):
 
 
 def test_a_wrong_count_in_a_lesson_is_noticed():
-    """And other times are not."""
+    """Other times are not differences."""
     for chapter, (right, wrong) in {
         "01_baseline": ("all 30 tokens", "all 31 tokens"), "03_cpu_offload": ("1296 of 1312", "1295 of 1312"),
         "06_bidirectional": ("is tiger", "is lion"), "07_tiered_storage": ("1034 tokens", "1035 tokens"),
@@ -138,7 +138,7 @@ def chapter_03_is_ahead(said: str, report: dict):
 
 def chapter_04_is_ahead(said: str, report: dict):
     slow, fast = times(report, "link is the bottleneck"), times(report, "computing is the bottleneck")
-    assert 1.2 * slow["hidden states (04)"] < slow["K and V (03)"], "half of the bytes"
+    assert 1.2 * slow["hidden states (04)"] < slow["K and V (03)"], "hidden states are half the bytes"
     assert 1.5 * fast["K and V (03)"] < slow["K and V (03)"]
     assert report["counters"]["bytes_in"] > 0
 
@@ -151,7 +151,7 @@ def chapter_05_is_ahead(said: str, report: dict):
 def chapter_06_is_ahead(said: str, report: dict):
     even, fast = times(report, "as fast as computing"), times(report, "twenty times faster")
     assert 1.15 * even["both"] < min(even["only computing"], even["only loading"])
-    assert 2 * fast["only loading"] < fast["only computing"], "then loading alone is enough"
+    assert 2 * fast["only loading"] < fast["only computing"], "with fast storage, loading alone is faster than computing"
     for row in report["rows"]:
         assert "loaded" not in row or row["loaded"] > 64
     assert next(row for row in report["rows"] if "loaded" in row)["computed"] > 64
@@ -161,7 +161,7 @@ def chapter_07_is_ahead(said: str, report: dict):
     slow = times(report, "as fast as computing")
     assert slow["both_ends"] < min(taken for way, taken in slow.items() if way != "both_ends")
     first, two, three, last = (row for row in report["rows"] if "first_time_from_storage" in row)
-    assert first["computed"] > two["computed"] > three["computed"] + 0.2, "each tier finds"
+    assert first["computed"] > two["computed"] > three["computed"] + 0.2, "each tier adds hits"
     assert last["ttft_ms"] < first["ttft_ms"] and last["first_time_from_storage"] > 0.7
     assert first["computed"] > 0.5 > 0.3 > last["computed"]
 
@@ -181,5 +181,5 @@ def chapter_09_is_ahead(said: str, report: dict):
     for what in ("K and V", "hidden states"):
         assert carried[f"{what}, 2 ranks"] * 2 == carried[f"{what}, 1 rank"] > 0
     everything, less = report["found"]
-    assert 0 < less < everything, "a page that one rank has lost is lost for all"
+    assert 0 < less < everything, "a page that one rank has lost counts as lost on all ranks"
     assert times(report)["K and V, 2 ranks"] < times(report)["nothing, 2 ranks"]

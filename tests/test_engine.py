@@ -1,4 +1,4 @@
-"""The engine's side of the contract in common/cache.py, with small Caches and Runners made for it."""
+"""The engine's side of the contract in common/cache.py, tested with small Caches and Runners."""
 
 import importlib
 import os
@@ -19,9 +19,10 @@ from tests.support.engines import ORACLE, ask, ask_and_evict, check_pools, draw,
 
 
 class RowCache(Cache):
-    """Keeps the rows of every finished prompt, and brings any number of them back: from the front, layer by
-    layer. Tests change what `deliver` does with a Transfer, and with `later` how often a request waits; with
-    `computes` its rows count as computed, and `broken` is called in place of all layers but the first."""
+    """A Cache that keeps the K and V rows of every finished prompt, and restores any number of them, layer by layer.
+
+    `deliver(transfer)` completes a Transfer. `later`: how often `waits` returns True. `computes`: restoring counts as
+    computing rows. `broken`: is called after the first layer instead of the other layers."""
 
     def __init__(self, deliver=lambda transfer: transfer.finish(0.0, 0.0), seconds=0.0, computes=False, broken=None):
         self.deliver, self.seconds, self.computes, self.broken = deliver, seconds, computes, broken
@@ -65,7 +66,7 @@ def slots_of(request, start: int, end: int) -> torch.Tensor:
 
 
 def again(engine, prompt, new=6):
-    """Ask, evict, ask what follows."""
+    """Ask, evict the device's pool, and ask with a longer prompt. Returns: the second request."""
     ask_and_evict(engine, prompt)
     request = ask(engine, prompt + [5, 6, 7], new)
     assert ORACLE.judge(request) == "equal"
@@ -79,7 +80,7 @@ PROMPT = draw(random.Random(0), 205)  # 12 blocks and 13 tokens
 def test_a_match_may_end_and_begin_inside_a_block():
     engine = make(RowCache())
     assert again(engine, PROMPT).found == {"rows": 205}
-    tail = ask(engine, PROMPT + [5, 6, 7, 8, 9], 4)  # 12 or 13 blocks on the device, the rest as rows
+    tail = ask(engine, PROMPT + [5, 6, 7, 8, 9], 4)  # 12 or 13 blocks are on the device, the rest is restored as rows
     assert tail.found["gpu"] % 16 == 0 and ORACLE.judge(tail) == "equal"
 
 
@@ -94,7 +95,7 @@ def test_who_waits_for_its_cache_is_asked_again_while_it_is_patient_and_lets_oth
     back.received += patience
     engine.generate([back, other])
     assert back.found == {"rows": 205} and (cache.later == 0) == (patience > 0)
-    assert other.times[0] < back.times[0] or patience < 0, "others pass"
+    assert other.times[0] < back.times[0] or patience < 0, "other requests pass the one that waits"
     assert ORACLE.judge(back) == ORACLE.judge(other) == "equal"
 
 
@@ -104,10 +105,10 @@ def test_who_may_not_compute_below_its_limit_waits_until_the_deadline_only():
     restorer, match = make(RowCache()).lower_tier, Match(2, 0.0, [])
     restoration = Restoration(Request([5, 6, 7], 1), match, 0.0, awaited=Transfer("load", "a copy"), portion=1)
     restoration.limit = restoration.end
-    assert not restorer.arrived(restoration, wait=False), "it computes, and nobody waits"
+    assert not restorer.arrived(restoration, wait=False), "the request computes, so no step waits for the copy"
     restoration.portion = 0
-    restoration.awaited.issued += 60  # however long this takes
-    assert not restorer.arrived(restoration, wait=False), "a copy that was just ordered is not late"
+    restoration.awaited.issued += 60  # so that the test may take up to 60 s
+    assert not restorer.arrived(restoration, wait=False), "a copy that has just been issued is not late"
     restoration.awaited.issued -= 120
     with pytest.raises(TransferError, match="late"):
         restorer.arrived(restoration, wait=False)
@@ -123,7 +124,7 @@ def test_rows_of_compute_are_bounded_by_the_budget_of_a_step():
     while back.outcome is None:
         engine.step()
         layers.append(back.restoration.layers if back.restoration else 3)
-    assert max(new - old for old, new in zip(layers, layers[1:])) == 1, "205 rows a layer, 64 * 3 a step: one layer"
+    assert max(new - old for old, new in zip(layers, layers[1:])) == 1, "205 rows per layer and 64 * 3 per step: one layer a step"
     assert back.found == {"rows": 205} and ORACLE.judge(back) == "equal"
     check_pools(engine)
 
@@ -142,7 +143,7 @@ def test_what_fails_between_two_steps_is_computed_without_a_pause():
     engine, woken = make(RowCache(deliver=lambda transfer: transfer.finish(0.0, 0.0, RuntimeError("no")))), []
     ask_and_evict(engine, PROMPT)
     engine.submit(request := Request(PROMPT + [5, 6, 7], 4))
-    engine.wake.clear()  # nobody else comes
+    engine.wake.clear()  # no other request arrives
     engine.wake.wait = lambda seconds=None: woken.append(engine.wake.is_set())
     engines.until_over(engine, request)
     assert "failed (no): computed" in request.decisions[-1] and woken and all(woken)
@@ -151,7 +152,7 @@ def test_what_fails_between_two_steps_is_computed_without_a_pause():
 def test_a_step_that_fails_is_run_again_and_the_third_time_ends_its_requests_with_503():
     engine, failures = make("host"), []
 
-    def fail_late(*step):  # after all layers were computed
+    def fail_late(*step):  # fails after all layers are computed
         done = engines.paged.Runner.forward(engine.runner, *step)
         if failures:
             raise failures.pop()
@@ -161,7 +162,7 @@ def test_a_step_that_fails_is_run_again_and_the_third_time_ends_its_requests_wit
     for prompt in PROMPT, PROMPT + [4, 4]:
         failures += [RuntimeError("out of luck")] * 2
         assert ORACLE.judge(ask_and_evict(engine, prompt)) == "equal"
-    asked = [Request(PROMPT[::-1], 4), Request([3, 4, 5], 4)]  # nothing of which comes back
+    asked = [Request(PROMPT[::-1], 4), Request([3, 4, 5], 4)]  # none of their blocks can be restored
     submit(engine, *asked)
     failures += [RuntimeError("out of luck")] * 3
     engines.until_over(engine, *asked)
@@ -186,11 +187,11 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(chapter, monk
     prompts = [[token % SICK for token in draw(random.Random(seed), 40)] for seed in range(4)]
     ways = [dict(), dict(temperature=1.0, seed=3), dict(), dict(temperature=0.5, top_k=9, seed=4)]
     asked, alone = ([Request(prompt, 6, **way) for prompt, way in zip(prompts, ways)] for _ in range(2))
-    sick = [Request(prompt[:20] + [SICK], 6, **way) for prompt, way in zip(prompts, ways)]  # their first block
+    sick = [Request(prompt[:20] + [SICK], 6, **way) for prompt, way in zip(prompts, ways)]  # NaN in their first or second block
     submit(engine, *(request for pair in zip(asked, sick) for request in pair))
     engines.until_over(engine, *asked, *sick)
     for request in sick:
-        assert isinstance(request.outcome, RequestError) and not request.new, "no token is made up"
+        assert isinstance(request.outcome, RequestError) and not request.new, "no token is sampled from NaN"
         assert "not finite numbers; choose another --dtype." in str(request.outcome)
     engines.baseline.Engine(model).generate(alone)
     assert [request.new for request in asked] == [request.new for request in alone]
@@ -203,7 +204,7 @@ def test_what_fails_in_work_for_one_request_ends_that_one_at_most(broken):
         request.writer = SimpleNamespace(push=lambda *_: 1 / 0)
     elif broken == "draw":
         request.temperature, request.generator = 1.0, property(lambda: 1 / 0)
-    else:  # for this request, or in each step
+    else:  # fails for this request, or in each step
         plain = getattr(cache, broken)
         setattr(cache, broken, lambda one: 1 / 0 if one is request or broken == "save" else plain(one))
     submit(engine, request, other)
@@ -242,7 +243,7 @@ def test_an_engine_without_requests_sleeps_until_somebody_comes(made):
 
     engine.wake.wait = come
     engines.until_over(engine, request)
-    assert slept == [None], "no timeout, and nothing polled"
+    assert slept == [None], "the engine sleeps once, without a timeout"
 
 
 def test_an_engine_that_waits_for_a_copy_sleeps_too():
@@ -259,7 +260,7 @@ def test_an_engine_that_waits_for_a_copy_sleeps_too():
 
     engine.wake.wait = arrive
     request = ask(engine, PROMPT + [5])
-    assert request.found == {"rows": 205} and slept == [0.02] * 9, "it does not spin"
+    assert request.found == {"rows": 205} and slept == [0.02] * 9, "the engine sleeps between its checks"
 
 
 def test_explain_prints_a_line_for_each_verb(capsys):

@@ -1,12 +1,12 @@
-"""The exercises: the chapters solve them, and what a student would do wrongly is caught, with the right sentence."""
+"""The exercises: the chapters' own code solves them, and the judge names typical errors by the right sentence."""
 
 import pytest
 
 from tests.support import forked  # noqa: F401  judges are forked from a process that has imported what takes long
 from tools import exercise
 
-SECONDS = 300  # the machine may be busy
-WRONG = [  # chapter, what is in it, what a student writes instead, of what the judge speaks
+SECONDS = 300  # long, since the machine may be busy
+WRONG = [  # (chapter, its code, wrong code of a student, part of the judge's sentence)
     ("01", "torch.arange(start, start + len(tokens), ", "torch.arange(len(tokens), ", "at its own position"),
     ("01", "model.logits(hidden[-1:])", "model.logits(hidden[:1])", "Chunks give another answer"),
     ("01", "= v.transpose(0, 1)  # [KVH, T, hd]", "= k.transpose(0, 1)", "not with `transformers`"),
@@ -15,11 +15,11 @@ WRONG = [  # chapter, what is in it, what a student writes instead, of what the 
     ("02", "= request.computed // self.pool.block_size\n", "= request.computed // self.pool.block_size - 1\n", "Not all full blocks"),
     ("02", "            self.block_keys.use(chain)\n        for", "            pass\n        for", "An answer's blocks are not"),
     ("03", "                yield transfer\n                restoration.layers += 1",
-     "                restoration.layers += 1\n            yield transfer", "a layer is computed when its history is there"),
+     "                restoration.layers += 1\n            yield transfer", "a layer is computed only after its history has arrived"),
     ("03", "                yield transfer\n                restoration.layers += 1",
      "                yield transfer\n            restoration.layers = len(transfers)", "and late"),
     ("03", "            self.saving.update(zip(block_keys, host_blocks))", "            self.saving.update(zip(block_keys, host_blocks))\n"
-     "            [*map(self.host.register, host_blocks, block_keys)]", "nothing is registered before it has arrived"),
+     "            [*map(self.host.register, host_blocks, block_keys)]", "a block is not registered before its copy has arrived"),
     ("03", "block_keys[: -(-link.measured_from // size)]", "block_keys", "holds its blocks for too long"),
     ("03", "make_room(len(block_keys), own, used)", "make_room(len(block_keys), own)", "was used later"),
     ("03", "        request.timeline.add(\"save\", transfer.label, *transfer.span())\n", "", "a save is in its request's timeline"),
@@ -28,9 +28,9 @@ WRONG = [  # chapter, what is in it, what a student writes instead, of what the 
     ("04", "slots, v)\n\n    def record_spans", "slots, k)\n\n    def record_spans", "restored tokens are those that were computed"),
     ("04", "            given = [(self.store.pool, loading.blocks)]\n", "            given = []\n", "references are left"),
     ("04", "        finally:\n            links", "        except ValueError:\n            1\n        else:\n            links", "may be closed at any"),
-    ("04-saving", '        self.hold("save", [job], ', '        self.hold("save", [transfer], ', "until their rows are there"),
+    ("04-saving", '        self.hold("save", [job], ', '        self.hold("save", [transfer], ', "until their rows are written"),
     ("04-saving", "(self.head + numpy.concatenate([piece.rows for piece in pieces])) % self.ring", "self.head + numpy.concatenate([piece.rows for piece in pieces])", "the buffer is a ring"),
-    ("04-saving", "take_snapshot(states)\n", "take_snapshot(states)\n        transfer.wait()\n", "a step waits for no save"),
+    ("04-saving", "take_snapshot(states)\n", "take_snapshot(states)\n        transfer.wait()\n", "a step does not wait for a save"),
     ("05", '("H", costs.load_states), ("K", costs.load_kv)', '("K", costs.load_kv), ("H", costs.load_states)', "all H, then all K"),
     ("05", " else 0.0) + costs.question", " else 0.0)", "the question passes that layer"),
     ("05", "            yield loading.transfers[layer]\n        elif", "            pass\n        elif", "waited for"),
@@ -38,12 +38,12 @@ WRONG = [  # chapter, what is in it, what a student writes instead, of what the 
     ("06", "front = max(first, self.front(request))", "front = first", "what prefill has computed is not loaded"),
     ("06", "        yield read\n", "", "when it has arrived"),
     ("07", "                upper.parent.children[upper.pages[0]] = upper\n", "", "dictionary of pages"),
-    ("07", "upper.pages and len(upper.children) == 1 and upper.state == node.state", "False", "one span, not two"),
-    ("08", "host - weights - (act * act_init + kv * kv_init)", "host - weights", "all of the memory is divided"),
+    ("07", "upper.pages and len(upper.children) == 1 and upper.state == node.state", "False", "else they are one node"),
+    ("08", "host - weights - (act * act_init + kv * kv_init)", "host - weights", "the blocks fill the memory"),
     ("08", "if held + item.end / 2 > even or held", "if held", "few, and about even"),
     ("08", "        if kv_copy:\n            await_transfer(kv_copy)\n", "", "not waited for"),
     ("09", '"o_proj" in name or "down_proj" in name', '"down_proj" in name', "do not make up the model"),
-    ("09", "FAILED if self.own.error is not None else ARRIVED +", "ARRIVED +", "a copy that failed has not arrived"),
+    ("09", "FAILED if self.own.error is not None else ARRIVED +", "ARRIVED +", "a failed copy does not count as arrived"),
     ("09", "if self.last and not agree(until[self.restoration] > 0):", "if until[self.restoration] == 0:",
      "behind the last layer"),
 ]  # fmt: skip
@@ -71,7 +71,7 @@ def test_a_wrong_solution_is_caught(number, right, wrong, sentence, tmp_path):
 @pytest.mark.parametrize("line, sentence, seconds", [
     ("def f(:", "Line {} of 03_cpu_offload.py cannot be read: invalid syntax.", SECONDS),
     ("nothing", "Line {} of 03_cpu_offload.py ends the import: NameError(", SECONDS),
-    ("while True: pass", "it has not ended: something goes round", 5),
+    ("while True: pass", "it has not ended: there is an endless loop", 5),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_imported_is_a_sentence(line, sentence, seconds, tmp_path):
     path = tmp_path / "03_cpu_offload.py"

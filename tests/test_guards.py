@@ -1,4 +1,4 @@
-"""Guards of the engine are taken away: then answers are wrong, or something is left behind."""
+"""Without a guard of the engine, answers are wrong, or something is left behind."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from tests.support import engines, races, traffic
 def test_traffic_goes_wrong_where_something_is_used_again_before_it_is_there(monkeypatch):
     races.without(monkeypatch, engines.hybrid.HybridRunner, "forget", "transfer.wait()", "pass")
     try:
-        counts = traffic.run("hybrid", 6000, 0, 0.01, until_wrong=True)  # most show at once
-    except Exception:  # an engine that trips over what is left is noticed as well
+        counts = traffic.run("hybrid", 6000, 0, 0.01, until_wrong=True)  # most races show at once
+    except Exception:  # an error of the engine counts, too
         return
     assert counts["wrong"] or counts["failed"]
 

@@ -1,4 +1,4 @@
-"""Chapter 04: what is kept of a conversation, how rows get into blocks, and what is projected."""
+"""Chapter 04: which hidden states are saved, how rows get into blocks, and how they are projected."""
 
 import random
 import threading
@@ -37,14 +37,14 @@ def engine_for(host: int = 256, storage=None, bandwidth=2e9, **options):
 
 
 def found(engine, tokens) -> int:
-    """How many of these tokens could come back."""
+    """Return how many of these tokens could be restored."""
     wait_until_idle(engine)
     match = engine.lower_tier.cache.match(asked(engine, list(tokens) + [1]))
     return match.tokens if match else 0
 
 
 def asked(engine, tokens) -> Request:
-    """A request that stands in line."""
+    """Return a queued request."""
     request = Request(list(tokens), 1)
     engine.extend(request)
     return request
@@ -52,7 +52,7 @@ def asked(engine, tokens) -> Request:
 
 # 1. Keeping ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("first", [144, 147])  # where the rest begins: a block, or inside of one
+@pytest.mark.parametrize("first", [144, 147])  # the second save begins at a block, or inside one
 def test_rows_behind_the_last_block_that_can_become_full_go_nowhere(first):
     engine, cache = engine_for()
     request, pool = asked(engine, PROMPT), cache.store.pool
@@ -80,20 +80,20 @@ def test_rows_that_are_computed_again_are_kept_once():
 def test_a_block_that_begins_as_a_copy_fails_is_not_found_when_the_rest_arrives():
     engine, cache = engine_for(token_budget=8)
     with faulty(random.Random(1), late=1.0, delay=0.1, lanes=("save",)) as faults:
-        faults.broken["save"] = 1  # the first half of the first block
+        faults.broken["save"] = 1  # the copy of the first block's first half fails
         ask(engine, PROMPT[:40], 1)
         wait_until_idle(engine)
     assert found(engine, PROMPT[:40]) == 0 and engine.counts["drops"] == 1
-    assert not cache.store.pool.block_of, "nor is what is behind it"
+    assert not cache.store.pool.block_of, "later blocks are not found, either"
     evict(engine)
     again = ask(engine, PROMPT[:40], 8)
     assert ORACLE.judge(again) == "equal" and again.outcome.source == "miss"
-    assert found(engine, PROMPT[:40]) == 32, "it is kept when it is computed again"
+    assert found(engine, PROMPT[:40]) == 32, "blocks are saved when they are computed again"
     check_pools(engine)
 
 
 def test_without_room_in_the_snapshot_buffer_rows_are_dropped_and_no_step_waits_for_a_save(monkeypatch):
-    engine, cache = engine_for(token_budget=64)  # hence 256 rows in the buffer
+    engine, cache = engine_for(token_budget=64)  # so the buffer has 256 rows
     prompt, sorting, waited = draw(random.Random(4), 400), threading.Event(), []
     wait, scatter = Transfer.wait, cache.scatter
 
@@ -112,21 +112,21 @@ def test_without_room_in_the_snapshot_buffer_rows_are_dropped_and_no_step_waits_
         copies.arrive()
         cache.poll()
         early, held = dict(cache.store.pool.block_of), sum(map(bool, cache.store.pool.references))
-        sorting.set()  # and only then a test may fail
+        sorting.set()  # release the thread before any assertion
         engines.until_over(engine, request)
-    assert not late, "a step waits for no save"
-    assert held == 16, "blocks are referenced until their rows are there"
-    assert not early, "nothing is found before it has been sorted"
-    assert drops == 1, "rows of the buffer are free when they have been sorted, and not before"
-    assert ORACLE.judge(request) == "equal" and found(engine, prompt) == 256, "nor is what is behind"
+    assert not late, "a step does not wait for a save"
+    assert held == 16, "blocks are referenced until their rows are written"
+    assert not early, "blocks are not found before the thread has written their rows"
+    assert drops == 1, "the buffer's rows are reused only after the thread has written them to blocks"
+    assert ORACLE.judge(request) == "equal" and found(engine, prompt) == 256, "rows after the dropped ones are not found, either"
     assert engine.counts["drops"] == 1
     evict(engine)
     assert ask(engine, prompt, 1).found == {"cpu": 256}
-    assert found(engine, prompt) == 400, "until it is computed again"
+    assert found(engine, prompt) == 400, "dropped rows are saved when they are computed again"
     for seed in range(5, 9):
         ask(engine, prompt := draw(random.Random(seed), 100), 1)
         assert found(engine, prompt) == 96, "the buffer is a ring"
-    assert not engines.wrong_rows(engine), "each row goes to its slot, in each layer"
+    assert not engines.wrong_rows(engine), "each row is in its slot, in each layer"
     check_pools(engine)
 
 
@@ -169,10 +169,10 @@ def test_a_cancelled_restoration_calls_off_what_has_not_begun_and_holds_what_is_
         engine.step()
         host, called_off = engine.pools["host"], [transfer.cancelled for transfer, *_ in copies.copies]
         references = [host.references[block] for block in host.find(chain)]
-        copies.arrive()  # and only then a test may fail
+        copies.arrive()  # before any assertion
         engines.until_over(engine, other)
     assert isinstance(back.outcome, ClientDisconnected) and copies.delayed and all(called_off)
-    assert len(references) == 9 and all(references), "copies read these blocks"
+    assert len(references) == 9 and all(references), "blocks that copies read stay referenced"
     check_pools(engine)
 
 
@@ -181,14 +181,14 @@ def test_estimates_are_the_slower_of_link_and_processor_and_are_learned():
     ask(engine, PROMPT, 1)
     wait_until_idle(engine)
     cache.projecting.forget()
-    cache.projecting.record(1e18, 1.0)  # rows a second
+    cache.projecting.record(1e18, 1.0)  # rows per second
     match = cache.match(asked(engine, PROMPT + [3]))
     assert match.seconds == pytest.approx(9 * cache.store.pool.block_bytes / 1e8, rel=0.1)
     cache.projecting.forget()
     cache.projecting.record(1.0, 1.0)
     assert cache.match(asked(engine, PROMPT + [3])).seconds >= 3 * 144
     cache.spans += [(Request(PROMPT, 1), rows, "layer 1", 1.0, 41.0) for rows in (200, 10)]
-    assert cache.seconds_to_project(10) == 2.0 and len(cache.projecting.samples) == 2, "the fastest, of many rows"
+    assert cache.seconds_to_project(10) == 2.0 and len(cache.projecting.samples) == 2, "the speed is that of the fastest projection of many rows"
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -206,12 +206,12 @@ def folders(storage: StoredChunks) -> list[Path]:
 
 
 def restart(storage: StoredChunks, host: int = 256, **options):
-    """An engine that finds the same directories, as another process does."""
+    """Return a new engine with the same directories, like one in another process."""
     return engine_for(host, storage=in_directories(folders(storage), 0.1), **options)[0]
 
 
 def saved(prompt=PROMPT, storage=None) -> StoredChunks:
-    """-> storage that holds the full blocks of a prompt."""
+    """Return storage that holds the full blocks of a prompt."""
     storage = storage or engines.chunk_files()
     engine, _ = engine_for(storage=storage)
     ask(engine, prompt, 1)
@@ -239,12 +239,12 @@ def test_a_block_is_held_while_it_is_written():
         transfer.finish(0.0, 0.1)
     check_pools(engine)
     engine.lower_tier.cache.poll()
-    assert not engine.lower_tier.cache.in_flight, "lanes that are empty are forgotten"
+    assert not engine.lower_tier.cache.in_flight, "empty lanes are removed"
 
 
 @pytest.mark.parametrize("budget, computed", [(16, 16), (5, 5)])
 def test_a_block_that_was_begun_between_two_restorations_is_let_go(budget, computed):
-    """As where only some of the blocks find room: part is computed, and then more comes back."""
+    """If only some blocks find room, a part of the prompt is computed, and then more blocks are restored."""
     engine = restart(saved(PROMPT * 2), token_budget=budget)
     match, offered = engine.lower_tier.cache.match, []
 
@@ -272,7 +272,7 @@ def test_a_block_of_which_a_part_is_not_there_is_not_offered():
 
 
 def test_nothing_is_written_behind_a_block_that_was_not(monkeypatch, tmp_path):
-    """Here since too many wait to be written."""
+    """Here one block is not written because too many writes are pending."""
     storage, write, calls = engines.chunk_files(tmp_path), StoredChunks.write, iter(range(99))
     monkeypatch.setattr(StoredChunks, "write", lambda *given: next(calls) != 3 and write(*given) or None)
     engine, cache = engine_for(storage=storage)
@@ -293,18 +293,18 @@ def test_what_is_stored_needs_a_place_each_in_host_memory(host, tokens):
 def test_blocks_go_round_the_directories_and_each_is_read_on_its_own(tmp_path, monkeypatch):
     paths = [tmp_path / name for name in "abc"]
     storage = saved(draw(random.Random(3), 400), in_directories(paths, 0.1))
-    assert [len(list(path.iterdir())) for path in paths] == [18, 16, 16], "25 blocks of two parts"
+    assert [len(list(path.iterdir())) for path in paths] == [18, 16, 16], "25 blocks of two parts each"
     engine = restart(storage)
     request = asked(engine, draw(random.Random(3), 400))
     reads = engine.lower_tier.cache.store.fetch(request.chain, engine.lower_tier.cache.match(request).blocks)[1]
-    assert [len(read) for read in reads.values()] == [3, 3], "a transfer for each part and directory"
+    assert [len(read) for read in reads.values()] == [3, 3], "each directory gets one read for each part"
     first, *_ = engine.lower_tier.cache.storage.storages
     monkeypatch.setattr(Storage, "is_backlogged", property(lambda storage: storage is first))
     written = [engine.lower_tier.cache.storage.write(bytes([number]) * 32, [numpy.zeros(8, "u1")]) for number in range(4)]
-    assert all(written), "one that hangs leaves its turns to the others"
+    assert all(written), "other directories take the turns of one that hangs"
     monkeypatch.undo()
     monkeypatch.setattr("common.store.BACKLOG", 0)
-    assert not engine.lower_tier.cache.storage.write(bytes([9]) * 32, [numpy.zeros(8, "u1")]), "too many wait"
+    assert not engine.lower_tier.cache.storage.write(bytes([9]) * 32, [numpy.zeros(8, "u1")]), "a write is refused if too many are pending"
 
 
 def test_storage_that_hangs_costs_what_it_would_have_kept_and_no_more(monkeypatch):
@@ -313,7 +313,7 @@ def test_storage_that_hangs_costs_what_it_would_have_kept_and_no_more(monkeypatc
     (inner,) = engine.lower_tier.cache.storage.storages
     inner.measured.record(1e3, 1.0)
     match = engine.lower_tier.cache.match(asked(engine, PROMPT + [3]))
-    assert match.seconds >= 9 * engine.lower_tier.cache.store.pool.block_bytes / 1e3, "reading is part of the estimate"
+    assert match.seconds >= 9 * engine.lower_tier.cache.store.pool.block_bytes / 1e3, "the estimate includes the time of reading"
     release, begun = threading.Event(), threading.Barrier(3, timeout=60)
     for lane in (inner.reader, inner.writer):
         lane.submit("hang", 0, lambda: (begun.wait(), release.wait()))
@@ -323,7 +323,7 @@ def test_storage_that_hangs_costs_what_it_would_have_kept_and_no_more(monkeypatc
     for prompt in (PROMPT + [3], draw(random.Random(8), 200)):
         request = ask(engine, prompt)
         assert ORACLE.judge(request) == "equal"
-    wait_until_idle(engine)  # nothing of ours waits there
+    wait_until_idle(engine)  # no transfer of the engine is pending
     assert not inner.writer.jobs.qsize()
     release.set()
     check_pools(engine)
@@ -340,12 +340,12 @@ def test_steps_that_cannot_be_put_together_are_dropped_and_leave_no_hole(monkeyp
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(cache, copying, short_of_memory)
-    monkeypatch.setattr(hidden_states, "SNAPSHOT", 1)  # each step leaves at once
+    monkeypatch.setattr(hidden_states, "SNAPSHOT", 1)  # copy out after each step
     request = ask(engine, PROMPT)
     wait_until_idle(engine)
     assert ORACLE.judge(request) == "equal" and engine.counts["drops"] == 1
     assert 0 < len(cache.store.pool.block_of) <= 64 // 16 and not engines.wrong_rows(engine)
     check_pools(engine)
-    again = ask(engine, PROMPT + draw(random.Random(1), 60))  # it fills blocks behind the gap
+    again = ask(engine, PROMPT + draw(random.Random(1), 60))  # this fills blocks after the gap
     wait_until_idle(engine)
     assert len(cache.store.pool.block_of) <= 64 // 16 and ORACLE.judge(again) == "equal"

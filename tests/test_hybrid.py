@@ -1,5 +1,4 @@
-"""Chapter 08: how memory is divided, how numbers are dealt, mini-batches, and a forward pass whose weights and
-context come over the link."""
+"""Chapter 08: plans, kinds of blocks, mini-batches, and the forward pass that streams weights and context."""
 
 import math
 import random
@@ -28,7 +27,7 @@ PLANS = {
     "all resident": Plan(3, 40, 50, 0, 0), "every kind": Plan(1, 30, 30, 15, 15),
     "paper": Plan(0, 30, 40, 0, 20),
 }  # fmt: skip
-PAPER = Planner("paper", Costs(2.0, 0.1, 1.0), Sizes(64, 20, 40), 10, 40, 0)  # 1 s to rebuild, 2 s to load
+PAPER = Planner("paper", Costs(2.0, 0.1, 1.0), Sizes(64, 20, 40), 10, 40, 0)  # 1 s to rebuild a block, 2 s to load one
 some = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 seconds = st.floats(0.01, 10)
 COSTS = st.builds(Costs, st.floats(1, 1000), seconds, seconds)
@@ -50,7 +49,7 @@ def assert_equal(engine, requests):
     check_pools(engine)
 
 
-# 1. How much of what ---------------------------------------------------------------------------
+# 1. The plan -----------------------------------------------------------------------------------
 
 @some
 @given(seconds, seconds, seconds, st.integers(0, 30), st.floats(100, 1000), st.floats(0, 50))
@@ -58,22 +57,22 @@ def test_algorithm_1_fills_both_lanes_and_the_memory(load_w, kv_gen, load_kv, ac
     host = weights + 2.0 * blocks + 2000 * (load_w / kv_gen + kv_gen * act_gpu / load_kv)
     act, kv = hybrid.algorithm_1(load_w, kv_gen, load_kv, act_gpu, host, weights, 1.0, 2.0)
     assert act >= 0 and kv >= 0
-    assert weights + act + 2 * kv == pytest.approx(host), "all of the memory is divided"
-    assert load_w + load_kv * kv == pytest.approx(kv_gen * (act + act_gpu)), "equations 2 and 3 are even"
+    assert weights + act + 2 * kv == pytest.approx(host), "the blocks fill the memory"
+    assert load_w + load_kv * kv == pytest.approx(kv_gen * (act + act_gpu)), "link and processor take the same time (equations 2 and 3)"
 
 
 def test_lanes_are_those_of_the_formula():
-    """link = W + K - aK/2 - M and compute = B + aR, a layer."""
+    """Per layer, link = W + K - aK/2 - M and compute = B + aR."""
     planner = Planner("hybrid", Costs(10.0, 3.0, 0.5), Sizes(70, 20, 40), 10, 100, 0)
     link, compute = planner.lane_seconds(Plan(4, 60, 20, 15, 5))
-    a, resident = (20 + 5) / 100, 7.0 * 4 / 10 + 0.4 * 15 + 0.2 * 5  # 7 s a layer, 0.4 and 0.2 s a block in it
+    a, resident = (20 + 5) / 100, 7.0 * 4 / 10 + 0.4 * 15 + 0.2 * 5  # 7 s per layer; 0.4 and 0.2 s per block in it
     assert link == pytest.approx(10 * (7 + 100 * 0.4 - a * 100 * 0.4 / 2 - resident))
     assert compute == pytest.approx(10 * (3 + a * 100 * 0.5))
     half = planner._replace(fill=0.5).lane_seconds(Plan(4, 60, 20, 15, 5))
     assert half[0] == pytest.approx(6 * 7 + 10 * 0.5 * (60 * 0.4 + 20 * 0.2))
 
 
-@pytest.mark.parametrize("act_size", [10, 30])  # with grouped queries an ACT block is the larger one
+@pytest.mark.parametrize("act_size", [10, 30])  # with grouped queries an ACT block is larger than a KV block
 @some
 @given(COSTS, st.integers(1, 3), st.integers(1, 12), st.integers(0, 400), st.floats(0.1, 1))
 def test_no_division_is_better_than_the_plan(act_size, costs, layers, blocks, device, fill):
@@ -90,7 +89,7 @@ def test_no_division_is_better_than_the_plan(act_size, costs, layers, blocks, de
             planner.plan()
         return
     plan = planner.plan()
-    assert plan in every, "it fits"
+    assert plan in every, "the plan fits in memory"
     assert act_size < 20 or not plan.act_host + plan.act_device
     assert planner.seconds(plan) == pytest.approx(min(map(planner.seconds, every)))
     for policy in ("kv-only", "act-only"):
@@ -100,9 +99,11 @@ def test_no_division_is_better_than_the_plan(act_size, costs, layers, blocks, de
 
 
 def test_half_of_the_weights_resident_the_gains_are_those_of_the_formula():
-    """f = 1.25 over a fair `kv-only` and `act-only`: 1 + K/2R and (B + R) / (B + aR) where a is the best share."""
+    """The gains over a fair `kv-only` and `act-only` are 1 + K/2R and (B + R) / (B + aR).
+
+    a is the best share of ACT blocks."""
     W, K, R, B, M = 25.0, 100.0, 92.0, 8.0, 12.5
-    costs, sizes = Costs(10.0, B, R / 1000), Sizes(250, 5, 10)  # 10 bytes/s; 1,000 blocks, in 10 layers
+    costs, sizes = Costs(10.0, B, R / 1000), Sizes(250, 5, 10)  # 10 bytes/s; 1,000 blocks; 10 layers
     planner = Planner("hybrid", costs, sizes, 10, 1000, int(10 * M * 10) + 500)
     seconds = {policy: max(planner.lane_seconds(planner._replace(policy=policy).plan())) for policy in hybrid.POLICIES}
     a = (W + K - M - B) / (R + K / 2)
@@ -117,18 +118,20 @@ def test_what_steps_took_makes_the_next_plan_and_one_slow_step_changes_nothing()
     assert steady.costs.rebuild == 0.4 and steady.costs.forward == 2.0 and steady.fill == 0.5
     disturbed = planner.with_samples([(50, 0.4, 2.0)] * 5 + [(50, 4.0, 20.0)] * 3)
     assert disturbed.plan() == steady.plan()
-    assert planner.with_samples([(50, 0.0, 2.0)]).costs.rebuild == 0.0, "a step without ACT blocks says nothing"
+    assert planner.with_samples([(50, 0.0, 2.0)]).costs.rebuild == 0.0, "a step without ACT blocks does not change the cost of rebuilding"
 
 
 @pytest.mark.parametrize("resident, seconds", [(0, 1 + 3 * 9 + 8), (1, 1 + 7 + 9 + 9 + 7), (2, 1 + 4 * 7), (4, 1 + 4 * 7)])
 def test_a_step_takes_its_slower_lane_layer_by_layer(resident, seconds):
-    """A layer's weights take 8 s, its context 1 s, computing it 7 s. With one of four layers resident the link and the
-    processor are busy for 28 s each, but two layers' weights come while one layer is computed, and two while two are."""
+    """A layer's weights take 8 s on the link, its context 1 s, and its computation 7 s.
+
+    With one of four layers resident, link and processor are busy for 28 s each. They do not overlap perfectly, because
+    the weights of two layers are copied while one layer is computed."""
     planner = Planner("hybrid", Costs(1.0, 7.0, 0.0), Sizes(8, 2, 4), 4, 1, 0)
     assert planner.seconds(Plan(resident, 1, 0, 0, 0)) == seconds
 
 
-# 2. What is dealt ------------------------------------------------------------------------------
+# 2. Kinds of blocks ----------------------------------------------------------------------------
 
 @some
 @given(st.lists(st.integers(0, 40), min_size=4, max_size=4).filter(any), st.data())
@@ -148,7 +151,7 @@ def test_any_run_of_numbers_has_the_plans_ratio(counts, data):
 
 @pytest.mark.parametrize("in_use, most", [(0.7, 1.5), (0.9, 4.0)])
 def test_fragmented_tables_keep_about_the_plans_ratio_and_the_batch_keeps_it(in_use, most):
-    """Equation 5 allows a block. 19 of 20 tables of 8 to 80 blocks keep to `most`."""
+    """Equation 5 allows a difference of one block. In 19 of 20 tables of 8 to 80 blocks it is at most `most`."""
     rng, kind_map, pool = random.Random(1), hybrid.KindMap(Plan(0, 340, 684, 0, 0), 16), engines.paged.BlockPool(1024, 16)
     tables, found = [], []
     for _ in range(300):
@@ -169,7 +172,7 @@ def items_of(*sizes, count=1) -> list:
 
 @pytest.mark.parametrize("kv, act", [(0, 32), (32, 0), (16, 16)])
 def test_sixteen_equal_requests_are_two_mini_batches_of_eight(kv, act):
-    """Of the paper's, in which ties are the rule, as few as the room allows: 14 of 32 blocks fit into 468."""
+    """All these requests tie in the paper's rule, so it makes as few mini-batches as fit: 14 tables of 32 blocks fit into 468."""
     items, paper = items_of(*[500] * 16), partial(hybrid.form_paper_batches, PAPER, hybrid.KindMap(Plan(0, kv, act, 0, 0), 16))
     assert [len(batch) for batch in hybrid.form_batches(items, 15 * 500)] == [8, 8]
     assert [len(batch) for batch in paper(items, 15 * 500)] == [14, 2]
@@ -187,16 +190,18 @@ def test_mini_batches_fit_and_hold_everybody_once(decoding, chunks):
 
 
 def test_the_papers_mini_batches_by_hand():
-    """Of (ACT, KV) blocks 12 fit, and to load one takes as long as to rebuild two. p's imbalance is 4 / 2. With q it
-    stays, 8 / 4, with t it would grow, 9 / 4, and for r there is no room; s makes it 9 / 6. So t begins the next, which
-    r makes 4 / 2, and then v 4 / 3. u alone is more than fits."""
+    """A mini-batch holds 12 blocks. Loading a KV block takes as long as rebuilding two ACT blocks.
+
+    The imbalance of p is 4 / 2. With q it stays 8 / 4. With t it would grow to 9 / 4. r does not fit. s makes it 9 / 6.
+    So t begins the next mini-batch; r makes it 4 / 2, and then v makes it 4 / 3. u alone does not fit, and gets a
+    mini-batch of its own."""
     kind_map = hybrid.KindMap(Plan(0, 11, 12, 0, 8), 16)
     kvs, acts = ([at for at, kind in enumerate(kind_map.kinds.tolist()) if kind % 2 == odd] for odd in (0, 1))
     items, names = [], "pqtrsuv"
     for act, kv in (4, 1), (4, 1), (1, 0), (1, 2), (1, 1), (8, 5), (1, 0):
         table = [acts.pop() for _ in range(act)] + [kvs.pop() for _ in range(kv)]
         items.append(hybrid.Item(Request([0], 1, table=table), 0, 16 * len(table) - 3))
-    items[0].request.table.append(kvs.pop())  # not in use yet
+    items[0].request.table.append(kvs.pop())  # allocated, not in use yet
     formed = hybrid.form_paper_batches(PAPER, kind_map, items, 12 * 16 + 7)
     assert ["".join(names[items.index(item)] for item in batch) for batch in formed] == ["pqs", "trv", "u"]
 
@@ -204,7 +209,7 @@ def test_the_papers_mini_batches_by_hand():
 def test_one_to_one_is_as_much_memory_of_each_kind_and_the_first_requests_are_all_activations():
     sizes = hybrid.sizes_of(MODEL, 16)
     planner = Planner("hybrid", Costs(BANDWIDTH, 1.0, 0.1), sizes, 3, 60, 2 * sizes.weights + 4 * sizes.act, 16, 40 / 60)
-    engine = hybrid.decode_engine(hybrid_blocks.in_halves(planner, MODEL, BANDWIDTH), 5 * [127])  # 8 blocks each
+    engine = hybrid.decode_engine(hybrid_blocks.in_halves(planner, MODEL, BANDWIDTH), 5 * [127])  # 8 blocks per request
     kinds = [hybrid.KINDS[kind] for one in engine.running for kind in engine.runner.kind_map.kinds[one.table]]
     assert [kind % 2 for kind in kinds] == 28 * [1] + 12 * [0]
     assert kinds.count(hybrid.ACT_HOST) * sizes.act == kinds.count(hybrid.KV_HOST) * sizes.kv == 24 * sizes.act
@@ -230,7 +235,9 @@ def test_tokens_are_those_of_chapter_01(name, size, rows, budget):
 
 @pytest.mark.parametrize("kv_heads, kept", [(4, 8), (1, 2)])
 def test_the_same_host_memory_keeps_more_contexts_as_activations_or_fewer(kv_heads, kept):
-    """Four as K and V: twice as many with as many KV heads as query heads, half with one for all four."""
+    """The memory holds four contexts as K and V.
+
+    As ACT it holds eight if each query head has a KV head, and two if four share one."""
     model = tiny_model(0, kv_heads, on_host=True)
     sizes = hybrid.sizes_of(model, 16)
     for plan, contexts in (Plan(0, 136, 0, 0, 0), 4), (Plan(0, 0, 136 * sizes.kv // sizes.act, 0, 0), kept):
@@ -238,12 +245,12 @@ def test_the_same_host_memory_keeps_more_contexts_as_activations_or_fewer(kv_hea
         assert sum(memory.nbytes for memory in engine.runner.memory) == 136 * sizes.kv
         for seed in range(contexts + 1):
             submit(engine, Request(draw(random.Random(seed), 500), 12), steps=1)
-        assert len(engine.running) == contexts, "the last one waits for blocks"
+        assert len(engine.running) == contexts, "the last request waits for blocks"
 
 
 @pytest.mark.parametrize("kind, fetches", [(hybrid.HybridRunner, 1), (hybrid_blocks.Naive, hybrid_blocks.GROUPS)])
 def test_one_fetch_of_the_weights_serves_all_mini_batches(monkeypatch, kind, fetches):
-    """Without mini-batches each part of the batch needs one."""
+    """Without mini-batches each part of the batch fetches the weights again."""
     monkeypatch.setattr(hybrid, "HybridRunner", kind)
     engine = engine_for(Plan(1, 40, 40, 5, 5), rows=512)
     engine.generate(some_requests(random.Random(6), new=2))
@@ -251,7 +258,7 @@ def test_one_fetch_of_the_weights_serves_all_mini_batches(monkeypatch, kind, fet
     submit(engine, *requests, steps=5)
     moved, size = hybrid_blocks.one_step(engine)["bytes"], hybrid.sizes_of(MODEL, 16).weights
     assert len(engine.runner.last) > 1
-    assert moved["weights"] == pytest.approx(2 * size * fetches, rel=0.3), "two streamed layers"
+    assert moved["weights"] == pytest.approx(2 * size * fetches, rel=0.3), "two of the three layers are streamed"
     assert moved["act"] and moved["kv"] and moved["store"]
     engines.until_over(engine, *requests)
     assert_equal(engine, requests)
@@ -262,7 +269,7 @@ def test_one_fetch_of_the_weights_serves_all_mini_batches(monkeypatch, kind, fet
 @pytest.mark.parametrize("label", ["weights", "kv", "act", "store"])
 @pytest.mark.parametrize("after", [1, 9])
 def test_a_step_whose_copy_fails_is_run_again(monkeypatch, label, after):
-    """The copy number `after` with this label fails, after rubbish."""
+    """Copy number `after` with this label writes NaN and fails."""
     engine, requests = engine_for(rows=512), some_requests(random.Random(8))
     plain, seen = Link.copy, [0]
 
@@ -304,7 +311,7 @@ def test_decode_steps_say_what_they_cost_and_their_timeline_what_came_and_what_w
 
 
 def started(words: str):
-    """-> the engine that the command line makes."""
+    """Return the engine that the command line makes."""
     parser = cli.parser_for("")
     hybrid.add_arguments(parser)
     return hybrid.make_engine(MODEL, parser.parse_args([words, "--link=1", "--device-memory=0.001"]))
@@ -317,7 +324,7 @@ def test_costs_are_measured_at_the_start_whatever_the_sizes_with_the_mini_batche
     monkeypatch.setattr(hybrid, "HybridRunner", lambda *given: made.append(given[4]) or make(*given))
     engine = started(words)
     assert made == 2 * [int(words.split("=")[1]) if "mini-batch" in words else 8192]
-    assert (engine.runner.form_batches is not hybrid.form_batches) == (words == "--policy=paper"), "the paper has its own mini-batches"
+    assert (engine.runner.form_batches is not hybrid.form_batches) == (words == "--policy=paper"), "the policy of the paper forms its own mini-batches"
     assert sum(engine.runner.plan[1:]) == engine.pool.size
     assert ORACLE.judge(ask(engine, draw(random.Random(0), 30))) != "wrong"
 

@@ -1,4 +1,4 @@
-"""shell/limits.py: what the machine, its control groups and `ulimit` leave of memory and processors."""
+"""shell/limits.py: how much memory and how many processors the machine, its control groups and `ulimit` leave."""
 import resource
 
 import pytest
@@ -14,7 +14,7 @@ FILES = "anon 1000\nfile 9999\ninactive_file 300\nactive_file 70\ntotal_inactive
 
 
 def memory(limit, used: int, folder: str = "a/b/") -> dict[str, str]:
-    """Files of version 2."""
+    """Return the files of a control group of version 2, with a limit and the memory in use, in bytes."""
     return {f"{GROUP}{folder}memory.max": f"{limit}\n", f"{GROUP}{folder}memory.current": f"{used}\n"}
 
 
@@ -45,9 +45,9 @@ def machine(tmp_path, monkeypatch):
     ({}, float("inf")), (MACHINE, FREE), (MACHINE | V2, FREE), (MACHINE | V1, FREE),
     (MACHINE | V2 | memory("max", 10), FREE), (MACHINE | V1 | memory_1(9223372036854771712, 10), FREE),
     (MACHINE | V2 | memory(5000, 2000), 3000), (MACHINE | V1 | memory_1(5000, 2000), 3000), (memory(5000, 2000), float("inf")),
-    (V2 | memory("max", 9) | memory(8000, 100, "a/") | memory(9000, 5000, ""), 4000),     # what contains it, too
+    (V2 | memory("max", 9) | memory(8000, 100, "a/") | memory(9000, 5000, ""), 4000),     # limits of parent groups count, too
     (V1 | memory_1(8000, 6000, ""), 2000),                  # a container that sees its own group as the root
-    (V2 | memory(5000, 4900) | {f"{GROUP}a/b/memory.stat": FILES}, 470),      # the kernel takes back what files have
+    (V2 | memory(5000, 4900) | {f"{GROUP}a/b/memory.stat": FILES}, 470),      # the kernel can reclaim the page cache
     (V1 | memory_1(5000, 4900) | {f"{GROUP}memory/a/b/memory.stat": FILES}, 1100),
     (V2 | memory(5000, 6000), 0),
 ])  # fmt: skip

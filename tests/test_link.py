@@ -1,4 +1,4 @@
-"""The link without CUDA: what is copied, in which order and modelled time, what fails, and how fast it is."""
+"""The link without CUDA: contents and order of copies, modelled times, failures, and measured speeds."""
 
 import argparse
 import gc
@@ -22,7 +22,7 @@ from shell.modelled_link import LATENCY, PIECE, Bandwidth, LikeA100, ModelledLin
 from tests.support.engines import tiers, tiny_model
 from tests.support.unordered import pageable
 
-FAST = 1e12  # bytes/s: over at once
+FAST = 1e12  # bytes/s: copies complete at once
 HOURS = 1.0
 
 
@@ -31,7 +31,7 @@ def make(bandwidth=FAST, lane="load", **options) -> ModelledLink:
 
 
 def pattern(*shape, dtype=torch.float32):
-    """Random bits: all values, among them NaNs of all kinds."""
+    """Return a tensor of random bits, which may be any value, NaNs included."""
     size = torch.Size(shape).numel() * dtype.itemsize
     return torch.randint(0, 256, (size,), dtype=torch.uint8).view(dtype).view(shape)
 
@@ -41,11 +41,11 @@ def bits(tensor):
 
 
 def numbered(size: int):
-    """-> zeros to copy to, and ones to copy."""
+    """Return `size` zeros as a destination, and `size` ones as a source."""
     return torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
 
 
-# 1. What is copied -----------------------------------------------------------------------------
+# 1. Contents ----------------------------------------------------------------------------------
 
 VIEWS = {
     "whole": lambda t: t,
@@ -81,7 +81,7 @@ def test_a_list_of_pieces_is_one_transfer(src, size):
     assert all(torch.equal(bits(one), bits(other)) for one, other in zip(dst, src))
 
 
-# 2. In which time ------------------------------------------------------------------------------
+# 2. Times -------------------------------------------------------------------------------------
 
 
 def test_back_to_back_transfers_take_the_sum_of_latency_and_bytes_over_bandwidth_and_another_lane_waits_for_none():
@@ -90,14 +90,14 @@ def test_back_to_back_transfers_take_the_sum_of_latency_and_bytes_over_bandwidth
     make(lane="save").copy(*numbered(8), "another lane").wait(30)
     with pytest.raises(TransferError, match="400 is late"):
         transfers[0].wait(0.01)
-    assert not transfers[0].ready and transfers[0].queue_wait() is False, "the host must wait for it"
-    link.close()  # in the model they arrive in hours, here now
+    assert not transfers[0].ready and transfers[0].queue_wait() is False, "a modelled copy cannot be ordered on a stream, so the host must wait"
+    link.close()  # copies that would take hours complete now
     transfers[-1].wait(30)
     assert all(transfer.ready for transfer in transfers)
     spans = [transfer.span() for transfer in transfers]
     for (start, end), size in zip(spans, sizes):
         assert end - start == pytest.approx(LATENCY + (size > 0) * PIECE + size / HOURS, abs=1e-7)
-    assert [start for start, _ in spans[1:]] == [end for _, end in spans[:-1]], "the lane is never idle"
+    assert [start for start, _ in spans[1:]] == [end for _, end in spans[:-1]], "a transfer begins when the one before ends"
 
 
 def test_a_lane_hangs_while_it_works_and_not_while_the_model_has_it_on_its_way(monkeypatch):
@@ -128,10 +128,10 @@ def test_no_model_is_faster_than_the_copy_itself():
     transfer = make(1e18).copy(*numbered(1 << 25), "34 MB")
     transfer.wait(30)
     start, end = transfer.span()
-    assert transfer.bytes / (end - start) < 1e12, "memory is slower than that"
+    assert transfer.bytes / (end - start) < 1e12, "a copy takes at least the time of copying memory"
 
 
-# 3. What fails ---------------------------------------------------------------------------------
+# 3. Failures -----------------------------------------------------------------------------------
 
 WRONG = {
     "would be broadcast": (torch.zeros(4, 4), torch.zeros(4)),
@@ -164,13 +164,13 @@ def test_whoever_sleeps_is_woken_when_a_transfer_is_over_well_or_not():
         seen.put(transfers[-1].ready)
 
     link = make(1e6, wake=wake)
-    for dst, src in (torch.zeros(4), torch.zeros(5)), numbered(5000):  # the first one is refused
+    for dst, src in (torch.zeros(4), torch.zeros(5)), numbered(5000):  # the first copy is refused
         transfers.append(link.copy(dst, src, ""))
         issued.release()
         assert seen.get(timeout=30)
 
 
-# 4. How fast it says it is ---------------------------------------------------------------------
+# 4. Measured speeds -------------------------------------------------------------------------
 
 
 def test_only_whole_transfers_of_64_kib_and_more_say_something_about_the_speed_until_it_is_measured():
@@ -198,17 +198,17 @@ def test_seconds_count_what_is_queued_and_not_called_off():
     assert link.seconds(500) == LATENCY + 500 / HOURS
 
 
-# 5. How fast the model is ----------------------------------------------------------------------
+# 5. The modelled speed ------------------------------------------------------------------------
 
 
 def test_restoring_and_transfer_have_the_ratio_that_llama_2_7b_has_on_an_a100_and_what_is_printed_says_so(monkeypatch):
-    """On the default link of a model whose layer of 512 tokens is projected in half a second."""
+    """The model's layer is projected in half a second for 512 tokens. The link has the default speed."""
     machine = SimpleNamespace(fastest=1024.0, projecting=1.0)
     monkeypatch.setattr(tiny_model(), "machine", machine, raising=False)
     auto = LikeA100(tiny_model())
-    transfer = 512 * 64 * 4 / auto.value  # seconds, of a layer's hidden states
+    transfer = 512 * 64 * 4 / auto.value  # seconds to transfer a layer's hidden states
     products, states = 4 * 4096**2, 2 * 4096  # operations and bytes of a token, in a layer of Llama-2-7B
-    rate = products / (states / 24e9)  # even at 24 GB/s
+    rate = products / (states / 24e9)  # projecting is as fast as a link of 24 GB/s
     assert 0.5 / transfer == pytest.approx(products / rate / (states / 32e9))
 
     assert str(make(5e8)) == str(Bandwidth(5e8)) == "modelled link, 0.5 GB/s"
@@ -255,9 +255,9 @@ def test_a_run_is_adjacent_on_both_sides(to, at, runs):
 
 @pytest.mark.parametrize("layout, order", tiers.LAYOUTS.items())
 def test_pages_are_in_as_many_pieces_as_the_lesson_says(layout, order):
-    shape, pages = (8, 6, 2, 16, 4, 8), [1, 2, 3, 4]  # layers, places, K and V, tokens, heads, head size
+    shape, pages = (8, 6, 2, 16, 4, 8), [1, 2, 3, 4]  # layers, pages, K and V, tokens, heads, head size
     host = torch.zeros([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(6)])
-    device = torch.zeros(2, 6, 16, 4, 8).transpose(0, 1)  # a layer of it
+    device = torch.zeros(2, 6, 16, 4, 8).transpose(0, 1)  # one layer of a device pool
     counted, link, value = [], make(Bandwidth(FAST)), links.as_integers(host.permute(1, *(axis for axis in order if axis != 1)))[0]
     link.bandwidth.arrival = lambda start, size, pieces: counted.append(pieces) or start
     for some in pages[:1], pages, pages[::-1]:
@@ -293,7 +293,7 @@ def test_what_has_arrived_is_not_held_by_the_lane():
     weakref.finalize(src, (ended := threading.Event()).set)
     link.copy(dst, src, "")
     assert woken.acquire(timeout=30)
-    link.seconds(0)  # which forgets what has arrived
+    link.seconds(0)  # drops completed transfers
     del dst, src
     gc.collect()
     assert ended.wait(30)

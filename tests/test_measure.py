@@ -1,4 +1,6 @@
-"""What the benchmarks share: the rule for being behind, rounds, tables; and that all results that are committed can be shown."""
+"""What the benchmarks share: the test for being slower, rounds, and tables.
+
+All committed results can be shown as tables."""
 
 import json
 import re
@@ -61,7 +63,7 @@ def test_a_run_measures_the_parts_that_are_wanted_on_their_models_loses_no_rows_
     assert [(entry["claim"], entry["model"]) for entry in found] == [("a", "x"), ("a", "y"), ("b", "y")]
     assert [entry["rows"][0]["name"] for entry in found] == ["x", "y", "y"]
     said = capsys.readouterr().out
-    assert all(entry["rows"][0]["modelled"] for entry in found), "a row says which link it had"
+    assert all(entry["rows"][0]["modelled"] for entry in found), "each row says whether its link is modelled"
     assert "b, y: modelled True, name y, rounds 7, ms 2\n" in said and "| y | 2.00 (1.00 to 3.00) |" in said
 
 
@@ -91,7 +93,7 @@ def test_the_report_of_a_gpu_names_what_failed_and_says_without_one_what_it_woul
     found = dict(papers=dict(code=124, said="it hung", seconds=3.0, rows=rows), tests=dict(code=0, said="9 passed", seconds=1.0, rows=[]))
     shown = gpu_report.page("gpu-H100", found)
     assert "| 03 | 41 ms of 30 ms; 5 |" in shown and "not run" not in shown
-    assert re.search(r"^.* 1.62 to 1.93, .* \| 2.00 of 1.50 \(7b, 4,096\) \|$", shown, re.M), "the paper's, measured, allowed"
+    assert re.search(r"^.* 1.62 to 1.93, .* \| 2.00 of 1.50 \(7b, 4,096\) \|$", shown, re.M), "the row has the paper's, the measured and the allowed number"
     assert "9 passed" in shown and shown.endswith("- papers (124): it hung\n- papers, 7b, 04 behind 1: no room\n")
     assert sum(limit for _, limit, *_ in gpu_report.PARTS.values()) < 14 * 60
     monkeypatch.setattr("sys.argv", ["gpu_report"])

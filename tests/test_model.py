@@ -35,7 +35,7 @@ FOLDERS = {
 
 
 def reorders(dtype: torch.dtype) -> bool:
-    """Whether this PyTorch can reorder weights, on this processor and for this dtype: asked by trying."""
+    """Return True if PyTorch can reorder weights of this dtype on this processor."""
     try:
         torch.ops.mkldnn._reorder_linear_weight(torch.zeros(30, 48, dtype=dtype), None)
     except (AttributeError, RuntimeError):
@@ -43,14 +43,16 @@ def reorders(dtype: torch.dtype) -> bool:
     return True
 
 
-Pair = namedtuple("Pair", "ours, theirs, name")  # the model, that of transformers, and for --model
+Pair = namedtuple("Pair", "ours, theirs, name")  # our model, transformers' model, and the name for --model
 
 
 def make_pair(kind: str, folder: Path, dtype: str = "float32") -> Pair:
-    """`folder`: to write a model of FOLDERS to."""
+    """Load a model twice, as ours and with `transformers`.
+
+    `kind`: a key of FOLDERS, which is first written to `folder`, or a name for --model."""
     name = str(write_model(folder, **FOLDERS[kind])) if kind in FOLDERS else kind
     reference = reference_model(name, checkpoint.DTYPES[dtype])
-    reference.generation_config.eos_token_id = None  # so that 64 tokens are 64 tokens
+    reference.generation_config.eos_token_id = None  # so that no answer ends early
     return Pair(load(name, dtype).model, reference, name)
 
 
@@ -64,7 +66,7 @@ def random_prompt(length: int, vocabulary: int = TINY["vocab_size"]) -> list[int
 
 
 def logits_of(model, tokens: list[int], chunk: int):
-    """Logits [T/chunk, V] after every chunk of the tokens."""
+    """Return the logits [T / chunk, V] after each chunk of the tokens."""
     cache, starts = baseline.KVCache(model, len(tokens)), range(0, len(tokens), chunk)
     return torch.stack([baseline.forward(model, cache, tokens[start : start + chunk], start) for start in starts])
 
@@ -76,7 +78,7 @@ def reference_logits(model, tokens: list[int]):
 
 @torch.inference_mode()
 def reference_decode(model, tokens: list[int]):
-    """Logits [T, V] of one forward pass a token."""
+    """Return logits [T, V], computed with one forward pass per token."""
     rows, cache = [], None
     for token in tokens:
         out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
@@ -95,8 +97,10 @@ def reference_tokens(model, prompt: list[int], count: int) -> list[int]:
 # Parity ----------------------------------------------------------------------------------------
 
 def test_logits_at_every_position_equal_those_of_transformers(pair):
-    """Token by token. In float32 a trained model's logits are more than 1e-4 away from the exact ones, in
-    `transformers` too: ours must be as near as its prefill and its decode, up to twice the distance."""
+    """Compare logits token by token with exact ones, computed in float64.
+
+    A trained model's float32 logits differ from the exact ones by more than 1e-4, in `transformers` as well. Our error
+    may be at most twice the error of its prefill and of its decode."""
     tokens = random_prompt(80, pair.ours.config.vocab_size)
     exact = reference_logits(copy.deepcopy(pair.theirs).double(), tokens)
     theirs = reference_decode(pair.theirs, tokens), reference_logits(pair.theirs, tokens)
@@ -108,7 +112,7 @@ def test_64_greedy_tokens_equal_those_of_transformers(pair):
     prompt = random_prompt(20, pair.ours.config.vocab_size)
     expected = reference_tokens(pair.theirs, prompt, 64)
     assert answer(pair.ours, prompt, 64).new == expected
-    assert len(set(expected)) > 4, "a loop of few tokens would prove little"
+    assert len(set(expected)) > 4, "an answer that repeats few tokens would prove little"
 
 
 @pytest.mark.parametrize("kind", ["gqa", "classroom"])
@@ -138,7 +142,7 @@ def test_a_seed_gives_the_same_answer_again_in_float32_beside_others_and_from_a_
         assert answers(engine, *[[at] for at in range(6)]) == alone and engine.counts["gpu_hits"]
 
 
-# Products on a processor -----------------------------------------------------------------------
+# Linear layers on a CPU ------------------------------------------------------------------------
 
 def fast_linear(outputs: int, bias: bool, dtype, copies: bool) -> FastLinear:
     linear = Linear(48, outputs, bias, dtype=dtype)
@@ -148,7 +152,7 @@ def fast_linear(outputs: int, bias: bool, dtype, copies: bool) -> FastLinear:
     return linear
 
 
-@pytest.mark.parametrize("instructions", [False, True])  # for bfloat16
+@pytest.mark.parametrize("instructions", [False, True])  # does the processor have bf16 instructions
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("outputs", [30, 31], ids=["divided", "in one piece"])
 @pytest.mark.parametrize("dtype, rtol, atol", [(torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 0.1)])
@@ -208,7 +212,7 @@ def test_each_row_of_a_chunk_sees_what_comes_before_it(count, end, device, dtype
     torch.testing.assert_close(attention(q, k, v, mask), torch.cat(alone), atol=0.02, rtol=0.02)
 
 
-# What restoration rests on ---------------------------------------------------------------------
+# The basis of restoration ----------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["gqa", "qwen2", "qwen3", "smollm3"])
@@ -228,7 +232,7 @@ def test_project_kv_rebuilds_the_cache_bit_by_bit(kind, dtype, tmp_path):
         assert torch.equal(v.transpose(0, 1), cache.v[index])
 
 
-@pytest.mark.parametrize("cache", ["host", "hidden", "planned", 89, 90])  # 08, with so many blocks
+@pytest.mark.parametrize("cache", ["host", "hidden", "planned", 89, 90])  # a number: chapter 08 with that number of blocks
 @pytest.mark.parametrize("kind", ["qwen3", "smollm3"])
 def test_what_comes_back_gives_the_tokens_of_transformers(kind, cache, tmp_path):
     pair = make_pair(kind, tmp_path)
@@ -302,13 +306,13 @@ SLIDING = {"Mistral 0.1": 4096, "Mistral without the key": 4096} | dict.fromkeys
 
 @pytest.mark.parametrize("name, fields", PUBLISHED.items(), ids=PUBLISHED)
 def test_a_published_config_gives_the_tokens_of_transformers(name, fields, tmp_path, capsys):
-    raw = raw_config(**fields)  # as published, sizes shrunk
+    raw = raw_config(**fields)  # the published config with smaller sizes
     weights = dict(num_key_value_heads=None) | raw | dict(initializer_range=0.15)
     write_model(tmp_path, weights.pop("model_type"), **weights)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     ours, theirs = load(tmp_path).model, reference_model(str(tmp_path), torch.float32)
     assert ours.config.max_position_embeddings == SLIDING.get(name, raw.get("max_position_embeddings", 2048))
-    assert ("slides" in capsys.readouterr().err) == (name in SLIDING)
+    assert ("uses a window" in capsys.readouterr().err) == (name in SLIDING)
     prompt = random_prompt(40)
     assert answer(ours, prompt, 20).new == reference_tokens(theirs, prompt, 20)
     torch.testing.assert_close(rotary_frequencies(ours.config), theirs.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)

@@ -1,4 +1,4 @@
-"""Chapter 03: what is copied to host memory and when, and how it comes back."""
+"""Chapter 03: which blocks are copied to host memory and when, and how they are restored."""
 
 import random
 
@@ -22,11 +22,11 @@ from tests.support.engines import (
     wait_until_idle,
 )
 
-BLOCK = 16 * engines.tiny_model().config.kv_numbers_per_token * 4  # bytes of a block
+BLOCK = 16 * engines.tiny_model().config.kv_numbers_per_token * 4  # bytes per block
 
 
 class Lane:
-    """In place of a link's copies: note each transfer, and copy at once, or when a test delivers it."""
+    """Replaces a link's copies: records each transfer, and copies at once or when a test calls `deliver`."""
 
     def __init__(self, link, at_once=True):
         self.link, self.at_once, self.sent, self.waiting, self.failing = link, at_once, [], [], False
@@ -56,7 +56,7 @@ class Lane:
 
 
 def engine_for(host: int = 64, blocks: int = 64, save=True, load=True, cache=offload.HostCache, **options):
-    """-> an engine, its cache and its two lanes; `save` and `load`: whether they deliver at once."""
+    """Return (engine, its cache, save lane, load lane). `save`, `load`: True if the lane copies at once."""
     engine = make(cache := cache(host, 2e9), blocks, **options)
     return engine, cache, Lane(cache.save_link, save), Lane(cache.load_link, load)
 
@@ -71,14 +71,14 @@ def test_blocks_are_copied_out_as_they_fill_and_not_when_the_request_is_over():
     for _ in range(31):
         engine.step()
         assert request.outcome is None and engine.counts["swap_outs"] == request.computed // 16
-    assert save.labels == ["save 2", "save 3", "save 1", "save 1", "save 1"], "of 40, 80, 100, 112 and 128 tokens"
+    assert save.labels == ["save 2", "save 3", "save 1", "save 1", "save 1"], "saves after 40, 80, 100, 112 and 128 tokens"
     wait_until_idle(engine)
     assert len(cache.host.find(request.chain)) == 8
     saves = [span.label for span in request.timeline.spans if span.lane == "save"]
     assert saves == save.labels, "a save is in its request's timeline"
     check_pools(engine)
     cache.host.make_room(cache.host.size - 2)
-    assert len(cache.host.find(request.chain)) == 2, "what was saved in pieces leaves from its end, too"
+    assert len(cache.host.find(request.chain)) == 2, "a chain that was saved in several copies is evicted from its tail, too"
 
 
 def test_what_has_failed_is_copied_again_and_what_the_host_has_or_is_about_to_have_is_not():
@@ -90,10 +90,10 @@ def test_what_has_failed_is_copied_again_and_what_the_host_has_or_is_about_to_ha
     assert not cache.host.block_of and not cache.saving
     save.failing = False
     ask(engine, PROMPT)
-    assert save.labels == ["save 6"] * 2 and not cache.host.block_of, "not found before it has arrived"
+    assert save.labels == ["save 6"] * 2 and not cache.host.block_of, "blocks are not found before they have arrived"
     ask(engine, PROMPT)
     engine.generate([Request(PROMPT[:64] + draw(rng, 36), 2) for _ in range(2)])
-    assert save.labels[2:] == ["save 2", "save 2"], "only what is new"
+    assert save.labels[2:] == ["save 2", "save 2"], "only new blocks are copied"
     save.deliver()
     evict(engine)
     ask(engine, PROMPT)
@@ -106,7 +106,7 @@ def test_a_conversation_that_goes_on_lies_behind_its_beginning_on_the_host():
     engine, cache, save, load = engine_for()
     first, other = ask(engine, PROMPT), ask(engine, draw(random.Random(2), 60))
     wait_until_idle(engine)
-    for block_key in other.chain:  # which was kept behind the first, and has left again
+    for block_key in other.chain:  # its blocks were after those of `first`; evict them
         cache.host.evict([cache.host.block_of[block_key]])
     turn = ask(engine, first.tokens + draw(random.Random(3), 60), 2)
     wait_until_idle(engine)
@@ -114,7 +114,7 @@ def test_a_conversation_that_goes_on_lies_behind_its_beginning_on_the_host():
     assert blocks == list(range(blocks[0], blocks[0] + 10))
     evict(engine)
     ask(engine, turn.tokens)
-    assert [len(pieces) for _, pieces in load.sent] == [1, 1, 1], "so a layer of it is one copy"
+    assert [len(pieces) for _, pieces in load.sent] == [1, 1, 1], "adjacent blocks, so each layer is one copy"
 
 
 def test_adjacent_blocks_are_one_copy_others_are_one_each_and_counters_say_how_much_went_each_way():
@@ -131,7 +131,7 @@ def test_adjacent_blocks_are_one_copy_others_are_one_each_and_counters_say_how_m
     assert engine.pools["host"] is cache.host
     engine.pool.release(engine.pool.allocate(40)[::2])  # every other block is free
     assert ORACLE.judge(back := ask(engine, PROMPT)) == "equal" and back.found == {"cpu": 96}
-    assert [len(pieces) for _, pieces in load.sent[3:]] == [6, 6, 6], "still a transfer a layer"
+    assert [len(pieces) for _, pieces in load.sent[3:]] == [6, 6, 6], "there is still one transfer per layer"
     ask(engine, draw(random.Random(4), 50))
     assert save.labels[1:] == ["save 3"] and len(save.sent[-1][1]) == 3
 
@@ -139,7 +139,7 @@ def test_adjacent_blocks_are_one_copy_others_are_one_each_and_counters_say_how_m
 # 2. In -----------------------------------------------------------------------------------------
 
 class Following(offload.HostCache):
-    """A layer arrives when the input of the layer before it has been computed, and not sooner."""
+    """A HostCache in which a layer arrives only after the input of the layer before it was computed."""
 
     def attach(self, engine):
         super().attach(engine)
@@ -158,7 +158,7 @@ class Following(offload.HostCache):
 
 
 def test_the_question_follows_its_history_through_the_layers(monkeypatch):
-    monkeypatch.setattr(estimates, "MAX_WAIT", 5.0)  # where it does not follow, it waits for ever
+    monkeypatch.setattr(estimates, "MAX_WAIT", 5.0)  # a question that waited for all layers would wait forever
     engine, cache, _, load = engine_for(load=False, cache=Following)
     cache.lane = load
     ask_and_evict(engine, PROMPT)
@@ -193,20 +193,20 @@ def test_a_match_is_of_whole_blocks_before_the_last_token_and_says_what_is_queue
     assert cache.match(Request(draw(random.Random(5), 60), 1)) is None
 
 
-# 3. What the host keeps ------------------------------------------------------------------------
+# 3. Eviction on the host -----------------------------------------------------------------------
 
 A, B, C = (draw(random.Random(seed), 65) for seed in (6, 7, 8))  # four blocks each
 
 
 def kept(engine, prompt) -> int:
-    """Blocks of it that the host has."""
+    """Return how many blocks of a prompt are in host memory."""
     wait_until_idle(engine)
     return len(engine.lower_tier.cache.host.find(engine.extend(Request(prompt, 1))))
 
 
 @pytest.mark.parametrize("asked, blocks", [([A, B, C], [2, 4, 4]), ([A, B, A, C], [4, 2, 4])])
 def test_the_least_recently_used_conversation_leaves_the_host_from_its_end(asked, blocks):
-    """Found on the device is used on the host, too."""
+    """A hit on the device also counts as use of the blocks in host memory."""
     engine, _, _, _ = engine_for(host=10)
     for prompt in asked:
         request = ask(engine, prompt)
@@ -217,9 +217,9 @@ def test_the_least_recently_used_conversation_leaves_the_host_from_its_end(asked
 
 @pytest.mark.parametrize("budget", [16, 48, 512])
 def test_a_chain_does_not_evict_its_own_beginning(budget):
-    """In a host of five blocks, however the prompt is divided over steps: five blocks, without a gap."""
+    """A host pool of five blocks keeps the first five blocks, without a gap, however steps divide the prompt."""
     engine, *_ = engine_for(5, token_budget=budget)
-    ask(engine, draw(random.Random(9), 70))  # somebody else's four blocks, which may go
+    ask(engine, draw(random.Random(9), 70))  # four blocks of another conversation, which may be evicted
     wait_until_idle(engine)
     ask(engine, PROMPT + A + B)
     assert kept(engine, PROMPT + A + B) == 5
@@ -230,7 +230,7 @@ def test_offload_after_false_keeps_nothing_of_this_request():
     ask(engine, PROMPT, offload_after=False)
     assert not save.sent and kept(engine, PROMPT) == 0
     ask(engine, PROMPT)
-    assert save.labels == ["save 6"], "who asks the same without it has all of it saved"
+    assert save.labels == ["save 6"], "a request without the option has all of its blocks saved"
     assert check_fields(dict(offload_after=False), engine.fields) == dict(offload_after=False)
     with pytest.raises(Exception, match="offload_after must be true or false"):
         check_fields(dict(offload_after="no"), engine.fields)
@@ -246,25 +246,27 @@ def test_of_a_copy_out_that_would_hold_its_blocks_too_long_only_a_part_is_begun(
     engine = make(cache := offload.HostCache(64, 1000.0))
     monkeypatch.setattr(cache.save_link, "measured_from", 2 * cache.host.block_bytes)
     ask(engine, PROMPT)
-    assert engine.counts["swap_outs"] == 2 and cache.save_link.seconds(0) > 20, "to learn how fast it is"
+    assert engine.counts["swap_outs"] == 2 and cache.save_link.seconds(0) > 20, "two blocks are copied to measure the link"
     monkeypatch.setattr(offload.HostCache, "longest_save", 1e6)
     ask(engine, PROMPT)
     assert engine.counts["swap_outs"] == 6
     engine.close()
     assert not cache.save_link.thread.is_alive() and cache.load_link.closed.is_set()
-    assert kept(engine, PROMPT) == 6, "what is on its way when the links are closed arrives at once"
+    assert kept(engine, PROMPT) == 6, "pending copies complete when the links are closed"
 
 
 @pytest.mark.parametrize("blocks", [2, 64])
 def test_behind_what_was_not_copied_nothing_is(blocks):
-    """Nothing would find it: neither behind what has no room, nor behind a copy that is not begun."""
+    """Blocks after one that was not saved could not be found.
+
+    A block is not saved if there is no room, or if its copy would take too long."""
     engine = make(cache := offload.HostCache(blocks, 1e9))
     if blocks == 64:
-        engines.believe_slow(cache.save_link)  # a prompt takes too long, and a block that fills later as well
+        engines.believe_slow(cache.save_link)  # copies of the prompt and of later blocks would take too long
     engines.submit(engine, request := Request(PROMPT, 40), steps=2)
     cache.drain()
     assert len(cache.host.cached) == (2 if blocks == 2 else 0)
-    cache.host.evict(list(cache.host.cached))  # there is room again, but for two blocks' beginning
+    cache.host.evict(list(cache.host.cached))  # there is room again, but the first two blocks are gone
     cache.save_link.measured.forget()
     engines.until_over(engine, request)
     assert kept(engine, request.tokens[:-1]) == len(cache.host.block_of) == (0 if blocks == 2 else 8)

@@ -1,4 +1,4 @@
-"""The papers' figures on paper: what is taken from them, and that the verdicts are computed."""
+"""tools/on_paper.py: the numbers that are taken from the papers, and the verdicts that are computed from them."""
 
 import json
 
@@ -23,8 +23,9 @@ def row(rows: list[dict], table: str, name: str) -> dict:
 
 @pytest.mark.parametrize("model, balance", [(SEVEN, 24e9), (THIRTEEN, 21e9), (THIRTY, 37e9)])
 def test_balance(model, balance):
-    """Projecting takes as long as transferring at the bandwidth that the paper names, and not beside it. Section
-    3.2: 24TD^2 + T^2 D over 4TD^2, hence 6 + T / 4D."""
+    """Projecting and transferring take the same time at exactly the bandwidth that the paper names.
+
+    Recomputing over projecting, by section 3.2: (24TD^2 + T^2 D) / 4TD^2 = 6 + T / 4D."""
     for bandwidth, shorter in ((balance, False), (balance * 1.01, True)):
         costs = on_paper.layer_costs(model, 1024, on_paper.PEAK, bandwidth)
         assert (costs.load_states < costs.project * (1 - 1e-9)) == shorter
@@ -38,8 +39,9 @@ def test_balance(model, balance):
 
 @pytest.mark.parametrize("tokens", [1024, 4096, 16384])
 def test_closed_form(tokens):
-    """At 27.6 GB/s the paper's formula gives 30 + 2 and 35 + 5 layers, each one from Table 3, and 46 for 30B,
-    six from it; and so at any length, of which the paper does not say which it was."""
+    """At 27.6 GB/s the paper's formula gives 30 + 2 and 35 + 5 layers, each one layer off Table 3.
+
+    For 30B it gives 46 layers, six off. It gives the same at any length. The paper does not say which length Table 3 is for."""
     plans = [planned.closed_form(model.layers, on_paper.on_ssds(model, None, tokens)) for model in on_paper.MODELS]
     assert [tuple(map(plan.count, "RHK")) for plan in plans] == [(0, 30, 2), (0, 35, 5), (2, 46, 0)]
 
@@ -77,7 +79,7 @@ def test_verdict(paper, ours, verdict, difference):
 
 
 def test_the_papers_plan_loses_at_most_a_rounded_layer():
-    """It is the better of two ways, but leaves out the time that fills the pipeline."""
+    """The plan is the better of two, but leaves out the time in which the pipeline fills."""
     for model in on_paper.MODELS:
         for bandwidth in (5e9, 20e9, 80e9, 320e9):
             costs = on_paper.layer_costs(model, 1024, on_paper.PEAK, bandwidth)
@@ -87,7 +89,9 @@ def test_the_papers_plan_loses_at_most_a_rounded_layer():
 
 
 def test_tokens_divided():
-    """A share s is projected. Link and processor are even where 2s = s + 8 (1 - s), and 4 - 2s = 4s."""
+    """A share s of the tokens is projected.
+
+    Link and processor take the same time if 2s = s + 8 (1 - s) in the first case, and if 4 - 2s = 4s in the second."""
     assert on_paper.token_wise(on_paper.Costs(8.0, 1.0, 2.0, 4.0), 4, 100) == (11, 100)
     assert on_paper.token_wise(on_paper.Costs(8.0, 4.0, 2.0, 4.0), 4, 100) == (0, 66)
     assert on_paper.token_wise(on_paper.Costs(8.0, 1.0, 2.0, 4.0), 4, 128, 32) == (0, 128)
@@ -104,7 +108,7 @@ def test_two_pointers_meet_where_both_take_as_long():
 
 def test_captures_ratio_grows_with_the_width_and_both_lanes_end_together():
     ratios = {name: on_paper.capture_ratio(name) for name in on_paper.OPT}
-    assert ratios["6.7B"] < ratios["30B"] < ratios["66B"], "the printed ones fall"
+    assert ratios["6.7B"] < ratios["30B"] < ratios["66B"], "the ratio grows with the width, while the printed ratios fall"
     alone, halves, best = (on_paper.capture_gains("30B", 1920, mixes)[1] for mixes in ([1000], [667], range(1001)))
     assert alone == 1 < halves < best
     lanes = dict(W=25.0, K=100.0, R=92.0, B=8.0, M=12.5)

@@ -1,4 +1,4 @@
-"""OpenAI's own Python client: what it sends is understood, and what it makes of the answers is right."""
+"""OpenAI's own Python client works: the server understands its requests, and the client parses the replies."""
 from contextlib import contextmanager
 
 import pytest
@@ -15,7 +15,7 @@ USAGE = dict(stream=True, stream_options=dict(include_usage=True))
 
 @contextmanager
 def connected(port: int):
-    """A client that asks no proxy."""
+    """Context manager: return a client that uses no proxy."""
     with openai.OpenAI(http_client=openai.DefaultHttpxClient(trust_env=False), api_key="any", timeout=TIMEOUT,
                        base_url=f"http://127.0.0.1:{port}/v1", max_retries=0) as client:
         yield client
@@ -23,7 +23,7 @@ def connected(port: int):
 
 @pytest.fixture(scope="module")
 def served(frontend):
-    """A server that all tests share that leave it as it was."""
+    """A server that tests share. Tests must leave it as it was."""
     with serving(frontend) as served:
         yield served
 
@@ -34,8 +34,8 @@ def client(served):
         yield client
 
 
-def joined(stream, chat: bool) -> tuple[str, str, object]:
-    """The text of a stream, why it ended, and its usage."""
+def joined(stream, chat: bool) -> tuple[str, str, openai.types.CompletionUsage]:
+    """Return (text, finish reason, usage) of a stream."""
     *chunks, last = stream
     assert last.choices == [] and all(chunk.usage is None for chunk in chunks)
     kind = "chat.completion.chunk" if chat else "text_completion"
@@ -72,7 +72,7 @@ def test_a_completion_continues_the_text_as_it_stands_also_as_a_stream(client, f
     completion = client.completions.create(prompt="Once upon", **GREEDY)
     assert isinstance(completion, openai.types.Completion) and completion.object == "text_completion"
     choice, = completion.choices
-    assert choice.text == "Once upo" and choice.finish_reason == "length"       # no template around it
+    assert choice.text == "Once upo" and choice.finish_reason == "length"       # without a chat template
     ids = frontend.tokenizer.encode("Once upon")
     assert client.completions.create(prompt=ids, **GREEDY).choices == completion.choices
     stream = client.completions.create(prompt="Once upon", **USAGE, **GREEDY)
@@ -89,10 +89,10 @@ def test_a_stream_without_usage_has_none_and_ends_with_done(client, served):
     assert all(event["choices"][0]["delta"].keys() == {"content"} for event in events[1:])
 
 
-# 2. What a request may say ----------------------------------------------------------------------------------
+# 2. Fields of a request --------------------------------------------------------------------------------------
 
-def seen(served) -> object:
-    """The request that was answered last."""
+def seen(served):
+    """Return the request that was submitted last."""
     return served.engine.asked[-1]
 
 
@@ -117,7 +117,7 @@ def test_neutral_fields_and_labels_are_taken(client, served):
 
 
 @pytest.mark.parametrize("blocks, room, long, words", [
-    (64, 256, 300, "shorten the prompt"), (8, 129, 130, "do not fit")])     # the last token needs no place in a pool
+    (64, 256, 300, "shorten the prompt"), (8, 129, 130, "do not fit")])     # the last token needs no slot in a pool
 def test_without_max_tokens_a_chat_takes_what_is_left_and_a_completion_16_tokens(frontend, blocks, room, long, words):
     with serving(frontend, Engine(blocks=blocks)) as served, connected(served.port) as client:
         used = client.chat.completions.create(model="tiny", messages=HELLO).usage
@@ -135,7 +135,7 @@ def test_the_model_is_listed_also_by_a_name_with_slashes(frontend, name):
             client.models.retrieve("tiny/other")
 
 
-# 3. Errors are the client's own exceptions ------------------------------------------------------------------
+# 3. Errors raise the client's exceptions ------------------------------------------------------------------
 
 @pytest.mark.parametrize("words,fields", [
     ("echo must be", dict(prompt="Hello", echo=True)), ("logprobs must be", dict(prompt="Hello", logprobs=0)),

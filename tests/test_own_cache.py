@@ -1,4 +1,6 @@
-"""Write your own: what a student would do wrongly is caught by name. (The template is one of the contract's caches.)"""
+"""A Cache of the student's own: the contract's tests find a mistake and name its rule.
+
+The template itself passes them elsewhere."""
 
 import re
 
@@ -11,14 +13,14 @@ from tests.support import forked
 
 
 def test_a_mistake_is_caught(tmp_path):
-    """A reference is forgotten. (What else may be wrong, tests/test_exercises.py has a student write.)"""
+    """Here a reference is forgotten. tests/test_exercises.py has other mistakes."""
     source, right = (ROOT / "examples/my_cache.py").read_text(), "(self.pool, [block]), given="
     assert source.count(right) == 1
     (tmp_path / "judged_cache.py").write_text(source.replace(right, "given="))
-    words = "-m pytest tests/test_cache_contract.py --cache judged_cache:MyCache -x -q -k what_a_copy_uses"  # which watches each copy
+    words = "-m pytest tests/test_cache_contract.py --cache judged_cache:MyCache -x -q -k what_a_copy_uses"  # this test watches each copy
     done = forked.run(tmp_path, *words.split(), path=tmp_path, PYTEST_XDIST_WORKER="")
-    assert done.returncode == 1, "nobody noticed"
-    assert "AssertionError: whatever a copy reads or writes is referenced" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 1, "the contract's tests must fail"
+    assert "AssertionError: blocks that a copy reads or writes are referenced" in done.stdout, done.stdout[-3000:]
 
 
 class Shelf(dict):

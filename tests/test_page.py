@@ -1,4 +1,4 @@
-"""The page of all chapters, in headless Chromium, on a stub engine."""
+"""The page of all chapters, in headless Chromium, mostly with a stub engine."""
 import os
 import re
 from contextlib import closing, contextmanager
@@ -14,7 +14,7 @@ playwright = pytest.importorskip("playwright.sync_api",
                                  reason="playwright is missing: see requirements-dev.txt")
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 DESKTOP, PHONE = dict(width=1280, height=900), dict(width=390, height=844)
-LESSON = dict(width=1280, height=720)                       # a projector
+LESSON = dict(width=1280, height=720)                       # the size of a projector
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,9 @@ def browser():
 
 @contextmanager
 def page_of(browser, client, viewport=DESKTOP):
-    """The page of a server; it must load nothing from elsewhere, and log no error but refused requests."""
+    """Context manager: open a server's page.
+
+    The page must load nothing from other hosts, and its log may have no errors except refused requests."""
     context = browser.new_context(viewport=viewport)
     page, wrong = context.new_page(), []
     page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -93,7 +95,7 @@ def test_shift_and_enter_break_the_line_and_stop_cancels_and_gives_the_message_b
         page.keyboard.type("Tell me")
         page.keyboard.press("Shift+Enter")
         page.keyboard.type("all")
-        assert page.input_value("#prompt") == "Tell me\nall" and not client.engine.asked, "nothing is not sent"
+        assert page.input_value("#prompt") == "Tell me\nall" and not client.engine.asked, "an empty message is not sent"
         client.engine.hold_after(3)
         page.keyboard.press("Enter")
         eventually(lambda: client.engine.held or page.wait_for_timeout(10))
@@ -118,7 +120,7 @@ def test_an_error_is_told_and_the_message_can_be_mended(browser, client):
         assert "<b>Hello</b>" in page.inner_text(".turn.user") and page.inner_text("#error") == ""
 
 
-# 2. What is seen --------------------------------------------------------------------------------------------
+# 2. Memory and requests --------------------------------------------------------------------------------------
 
 def test_the_page_shows_pools_requests_and_why_each_finished_one_was_restored_or_not(browser, client):
     with page_of(browser, client) as page:
@@ -155,7 +157,7 @@ def test_the_page_shows_pools_requests_and_why_each_finished_one_was_restored_or
             colors = grid.evaluate("""canvas => { const seen = new Set(), context = canvas.getContext('2d');
                 for (const x of [.15, .65]) seen.add(context.getImageData(x * canvas.offsetHeight, 7, 1, 1).data.join());
                 return seen.size }""")
-            assert colors == 2, "in use and reserved look alike"
+            assert colors == 2, "blocks in use and reserved blocks look different"
         client.engine.let()
         playwright.expect(page.locator("#requests li")).to_have_count(0)
         playwright.expect(page.locator("#counters")).to_contain_text("cancelled")
@@ -164,7 +166,7 @@ def test_the_page_shows_pools_requests_and_why_each_finished_one_was_restored_or
 def test_evict_empties_a_pool_and_a_server_that_is_gone_is_told_until_it_is_back(browser, client):
     client.ask("/generate", ASK)
     with page_of(browser, client) as page:
-        page.get_by_label("Evict what is cached in device memory").press("Enter")
+        page.get_by_label("Evict the cached blocks in device memory").press("Enter")
         playwright.expect(page.locator("#evicted")).to_have_text("2 blocks evicted from device memory.")
         playwright.expect(page.locator(".pool canvas").first).to_have_attribute(
             "aria-label", "device memory: free 40, cached 0, reserved 0, in use 0, shared 0, in flight 0")
@@ -183,7 +185,7 @@ def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_
         for number in range(3):
             for memory in memories.all()[:number]:
                 memory.get_by_text("Evict").click()
-                playwright.expect(memory.locator(".note")).to_contain_text(re.compile(r"^\s*0 of"))  # not 20 of
+                playwright.expect(memory.locator(".note")).to_contain_text(re.compile(r"^\s*0 of"))  # not "20 of"
             page.locator("#examples button").nth(number).click()
             playwright.expect(lines).to_have_count(number + 1)
         answers = ["I have read it.", "Emma lives in Paris.", "The password of the safe is tiger."]
@@ -213,10 +215,10 @@ def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_
                       decisions=["288 tokens offered (cpu): loading 120.0 ms, computing 99.1 ms: computed"])
         refused = page.evaluate("answer => said(answer)", answer)
         assert refused == "0 of 296 tokens restored; 288 in host memory refused, TTFT 578 ms"
-        page.click("#new")                          # another conversation behind the same document
+        page.click("#new")                          # another conversation about the same document
         page.locator("#examples button").first.click()
         playwright.expect(lines).to_have_count(1)
-        engine.lower_tier.cache.storage.backend.exists = None  # it raises from now on
+        engine.lower_tier.cache.storage.backend.exists = None  # calling it raises an error from now on
         say(page, "What is the job of Ben?")
         playwright.expect(lines.last).to_contain_text("tokens from device memory, TTFT ")
         playwright.expect(page.locator("#legend li").last).to_have_text("this conversation")
@@ -227,7 +229,7 @@ def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_
         playwright.expect(memories.nth(2)).to_contain_text("storage does not answer: requests do not wait for it")
 
 
-# 3. Everywhere and for everybody ----------------------------------------------------------------------------
+# 3. Small screens and accessibility -------------------------------------------------------------------------
 
 @pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=str)
 def test_nothing_is_wider_than_the_window_and_8000_blocks_are_shown(browser, frontend, viewport):

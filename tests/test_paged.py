@@ -1,4 +1,4 @@
-"""Chapter 02: prefixes, blocks, what a batch reads, and who is computed when."""
+"""Chapter 02: prefixes, blocks, batches, and the order in which requests are computed."""
 
 import gc
 import hashlib
@@ -32,7 +32,7 @@ def test_equal_beginnings_are_the_same_objects_however_they_were_made():
     other = block_keys.extend([], [*range(8), 0, 0, 0, 0])
     assert len(once) == 4 and all(one is two for one, two in zip(once, piecewise, strict=True))
     assert other[1] is once[1] and other[2] is not once[2]
-    assert block_keys.extend([], [4, 5, 6, 7])[0] is not once[1], "the same tokens after other ones"
+    assert block_keys.extend([], [4, 5, 6, 7])[0] is not once[1], "the same tokens after other tokens have another key"
     assert block_keys.extend([], [1, 2, 3]) == []
 
 
@@ -80,7 +80,7 @@ def chain_of(blocks: int, first: int = 0):
 
 
 def cached(pool, blocks: int, first: int = 0):
-    """Blocks that hold a chain, and that nobody references -> both."""
+    """Cache a new chain in a pool, without references. Returns: (its blocks, its keys)."""
     taken, chain = pool.allocate(blocks), chain_of(blocks, first)
     for block, block_key in zip(taken, chain):
         pool.register(block, block_key)
@@ -110,7 +110,7 @@ def test_a_prefix_that_was_used_before_the_last_content_of_its_block_goes_before
     (block,), _ = cached(pool, 1, 70)
     pool.evict([block])
     (block,) = pool.allocate(1)
-    pool.register(block, old[0])  # a copy of it has arrived late
+    pool.register(block, old[0])  # a late copy of the old prefix arrives in its block
     pool.release([block])
     (other,), _ = cached(pool, 1, 71)
     assert pool.allocate(1) == [block]
@@ -120,8 +120,8 @@ def test_a_table_begins_where_there_is_room_for_the_rest_of_it():
     pool = paged.BlockPool(16, 1)
     first, second = pool.allocate(2, room=6), pool.allocate(2, room=6)
     assert (first, second) == ([0, 1], [6, 7])
-    assert pool.allocate(4, after=1) == [2, 3, 4, 5], "nobody was put where the first is to grow"
-    assert pool.allocate(3, room=20) == [8, 9, 10], "no run has so much room: one that holds it is taken"
+    assert pool.allocate(4, after=1) == [2, 3, 4, 5], "the second table left room for the first to grow"
+    assert pool.allocate(3, room=20) == [8, 9, 10], "no run of free blocks has so much room, so any run that is long enough is used"
 
 
 def test_what_is_evicted_is_said_at_once_and_before_anybody_has_it():
@@ -164,7 +164,7 @@ def test_in_any_order_each_block_is_free_cached_or_referenced(seed):
 # 3. The engine ---------------------------------------------------------------------------------
 
 class Watched(paged.Runner):
-    """Notes the work of each step: each request's id, and how many of its tokens."""
+    """Records the work of each step: (request id, number of tokens) for each request."""
 
     def forward(self, work, before_layer):
         steps = self.__dict__.setdefault("steps", [])
@@ -201,7 +201,7 @@ def test_a_step_uploads_its_numbers_at_once(monkeypatch):
 
 def test_a_last_block_that_nobody_can_find_keeps_nobody_waiting():
     engine = make(None, 64)
-    prompt = draw(random.Random(3), 32)  # two whole blocks: the second has the last token, and is computed
+    prompt = draw(random.Random(3), 32)  # two full blocks; the second has the last token, so it must be computed
     ask(engine, prompt)
     asked = [Request(prompt, 2) for _ in range(3)]
     engines.submit(engine, *asked, steps=1)
@@ -217,7 +217,7 @@ def test_who_decodes_goes_first_and_prefill_gets_the_rest_of_the_budget():
     late = [Request(draw(rng, 20), 3) for _ in range(2)]
     engines.submit(engine, *late, steps=5)
     counts, ones = engine.runner.steps, [(1, 1), (2, 1), (3, 1)]
-    assert counts[1:3] == [[*ones, (4, 13)], [*ones, (4, 7), (5, 6)]], "oldest first: 13 of 20, then 7 and 6"
+    assert counts[1:3] == [[*ones, (4, 13)], [*ones, (4, 7), (5, 6)]], "the oldest first: 13 of its 20 tokens, then 7 and 6 of the next"
     assert counts[3] == [*ones, (4, 1), (5, 12)]
     until_over(engine, *decoding, *late)
     assert_equal(decoding + late)
@@ -236,7 +236,7 @@ def test_first_come_first_served_though_one_waits_for_room_and_no_more_run_than_
     asked = [Request(draw(rng, rng.randrange(2, 60)), rng.randrange(2, 9)) for _ in range(10)]
     engine.generate(asked)
     assert max(map(len, engine.runner.steps)) <= 3
-    first = dict.fromkeys(who for step in engine.runner.steps for who, _ in step)  # in the order of first steps
+    first = dict.fromkeys(who for step in engine.runner.steps for who, _ in step)  # ids in the order of their first steps
     assert list(first) == list(range(1, 11))
     assert_equal(asked)
 
@@ -263,7 +263,7 @@ def test_who_shares_most_of_what_is_missing_waits_for_it(shared, waits):
     rng, engine = random.Random(0), make(token_budget=16)
     prompt = draw(rng, 97)
     first, second = (Request(prompt[: 16 * count] + draw(rng, 97 - 16 * count), 2) for count in (6, shared))
-    for request in first, second:  # the first block is there, and `shared` - 1 of the other five are about to be
+    for request in first, second:  # the first block is computed, and `shared` - 1 of the other five are being computed
         engines.submit(engine, request, steps=1)
     assert (second in engine.waiting) == waits
     until_over(engine, second)
@@ -281,7 +281,7 @@ def test_the_newest_are_preempted_the_oldest_never_and_their_dice_fall_the_same(
     baseline.Engine(tiny_model()).generate(alone)
     assert [request.new for request in asked] == [request.new for request in alone]
     assert engine.counts["preemptions"] == len(came) - 6 > 0 and came.count(1) == 1
-    assert not any(request.found for request in asked), "what it had computed itself is no hit"
+    assert not any(request.found for request in asked), "blocks that a request has computed itself are no hit"
     check_pools(engine)
 
 
@@ -290,7 +290,7 @@ def test_for_one_block_one_request_is_preempted_even_if_a_copy_holds_its_blocks(
     asked = [Request(draw(rng, length), 20) for length in (47, 47, 40)]
     engines.submit(engine, *asked, steps=1)
     held, spare = list(asked[2].table), engine.pool.allocate(engine.pool.available)
-    engine.pool.share(held)  # as a copy does
+    engine.pool.share(held)  # as a copy does it
     engine.step()
     engine.step()
     assert engine.counts["preemptions"] == 1 and asked[1] in engine.running and len(asked[0].tokens) == 49
@@ -305,7 +305,7 @@ def test_what_ends_one_request_is_raised_to_who_asked_and_no_other_notices():
     with pytest.raises(BadRequest, match="do not fit into a pool of 128 tokens"):
         engine.generate([Request(draw(rng, 100), 30)])
     kept, lost = Request(draw(rng, 20), 5), Request(draw(rng, 20), 5)
-    engine.lower_tier.cache.save = lambda batch: engine.cancel(lost, ClientDisconnected("gone"))  # in the step that computes it
+    engine.lower_tier.cache.save = lambda batch: engine.cancel(lost, ClientDisconnected("gone"))  # cancels it in the step that computes it
     with pytest.raises(ClientDisconnected, match="gone"):
         engine.generate([kept, lost])
     assert engines.ORACLE.judge(kept) == "equal" and len(lost.new) == 1

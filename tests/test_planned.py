@@ -1,4 +1,4 @@
-"""Chapter 05: plans, what is kept by them, and how it comes back."""
+"""Chapter 05: plans, saving by a plan, and restoring by it."""
 
 import itertools
 import random
@@ -32,16 +32,16 @@ def test_a_shorter_history_comes_no_later_than_by_chapter_03():
     both = best_plan(12, long, short)
     assert plan_seconds(both, short) <= plan_seconds("K" * 12, short) - planned.MIX
     assert plan_seconds(both, long) < plan_seconds("K" * 12, long)
-    assert best_plan(12, long, Costs(40.0, 6.0, 3.0, 5.5, 99.0)) == "K" * 12, "nothing helps the question"
+    assert best_plan(12, long, Costs(40.0, 6.0, 3.0, 5.5, 99.0)) == "K" * 12, "no plan makes a dear question cheaper"
 
 
 @pytest.mark.parametrize("letters, seconds", [
-    ("KKK", 6 + 0.5),  # the link: 2, 4, 6; then the last layer's question
-    ("HHH", 1 + 3 * (3 + 0.5)),  # arrives at 1, then projecting is the slower
+    ("KKK", 6 + 0.5),  # layers arrive at 2, 4, 6; then the question passes the last layer
+    ("HHH", 1 + 3 * (3 + 0.5)),  # the first arrives at 1; then projecting is slower than the link
     ("RKK", 4 + 0.5),
-    ("HKK", 1 + 3 + 0.5 * 3),  # K arrives at 3 and 5
-    ("RRH", 7 + 3 + 0.5 * 2 + 3 + 0.5),  # a layer and a projection, two questions, a projection, one
-    ("RHK", 3 + 0.5 + 3 + 0.5 + 0.5),  # K arrives at 3, meanwhile
+    ("HKK", 1 + 3 + 0.5 * 3),  # the K layers arrive at 3 and 5
+    ("RRH", 7 + 3 + 0.5 * 2 + 3 + 0.5),  # recompute, project, 2 layers of the question, project, 1 layer of it
+    ("RHK", 3 + 0.5 + 3 + 0.5 + 0.5),  # K arrives at 3, while H is projected
 ])  # fmt: skip
 def test_seconds_of_a_plan_by_hand(letters, seconds):
     assert plan_seconds(letters, Costs(7.0, 3.0, 1.0, 2.0, 0.5)) == pytest.approx(seconds)
@@ -67,10 +67,10 @@ def test_the_best_plan_is_the_best_of_all_and_none_is_below_the_bound():
         best = best_plan(layers, costs)
         assert best in plans
         assert plan_seconds(best, costs) == min(plan_seconds(letters, costs) for letters in plans)
-        assert plan_seconds(best, costs) <= plan_seconds("K" * layers, costs), "never behind chapter 03"
+        assert plan_seconds(best, costs) <= plan_seconds("K" * layers, costs), "a plan is never slower than chapter 03"
         assert plan_seconds(best, costs) >= bound_seconds(layers, costs) * 0.999
     endless = bound_seconds(101, Costs(1e9, 1.0, 1.0, 3.0, 0.0))
-    assert endless == pytest.approx(100, rel=0.02), "one way keeps both lanes busy"
+    assert endless == pytest.approx(100, rel=0.02), "one kind of layer keeps both lanes busy"
 
 
 def test_the_closed_form_divides_all_layers_whatever_they_cost():
@@ -89,14 +89,14 @@ def test_every_plan_gives_the_same_tokens(plan, kv_heads):
     for turn in range(3):
         request = ask(engine, talk, 6)
         assert oracle.judge(request) == "equal"
-        assert request.found.get("cpu", 0) == ((len(talk) - 6) // 4 * 4 if turn else 0), "all but what is new"
+        assert request.found.get("cpu", 0) == ((len(talk) - 6) // 4 * 4 if turn else 0), "all full blocks of the earlier turns"
         talk = request.tokens + draw(random.Random(turn), 5)
         engines.evict(engine)
     engines.check_pools(engine)
 
 
 def test_a_plan_keeps_only_what_it_needs():
-    states, kv = 16 * 64 * 4, 16 * 2 * 32 * 4  # bytes of a block's states, and of its K and V, in a layer
+    states, kv = 16 * 64 * 4, 16 * 2 * 32 * 4  # bytes of a block's states, and of its K and V, per layer
     for plan, size in dict(HHH=3 * states, RHH=2 * states, RRK=kv, HKK=states + 2 * kv).items():
         assert engine_for(plan)[1].store.pool.block_bytes == size
 
@@ -123,7 +123,7 @@ def test_recomputing_pauses_between_portions_while_others_decode():
     engines.submit(engine, decoding, steps=1)
     engine.submit(back)
     eventually(lambda: back.new or engine.step())
-    assert len(decoding.new) > 5, "150 tokens in portions of 32"
+    assert len(decoding.new) > 5, "150 tokens are recomputed in portions of 32"
     engines.until_over(engine, decoding, back)
     assert ORACLE.judge(decoding) == ORACLE.judge(back) == "equal" and back.found == {"cpu": 144}
 
@@ -132,7 +132,7 @@ def test_the_question_is_no_part_of_an_estimate():
     engine, cache = engine_for("KKK", bandwidth=1e7)
     ask(engine, PROMPT, 1)
     wait_until_idle(engine)
-    cache.question = 1e15  # operations: it follows in either case
+    cache.question = 1e15  # operations; the question follows in either case
     request = Request(PROMPT + [3], 1)
     engine.extend(request)
     match = cache.match(request)
@@ -142,7 +142,7 @@ def test_the_question_is_no_part_of_an_estimate():
 
 @pytest.mark.parametrize("share, source", [(0.3, "disk_hit"), (0.6, "disk_hit"), (0.9, "miss")])
 def test_reading_counts_once(share, source):
-    """By estimates that are given, of an hour: what this machine takes is nothing beside it."""
+    """The estimates are set to about an hour, so real times do not matter."""
     engine, cache = engine_for("RHK", chunk_files(), always_restore=False)
     engine.lower_tier.estimates.learn = lambda *work: None
     engine.lower_tier.estimates.computing.forget()
@@ -166,13 +166,13 @@ def test_a_plan_that_has_files_is_taken_at_the_next_start_unless_another_is_name
         wait_until_idle(engine)
         engine.close()
         costs = Costs(9.0, 1.0, 0.1, 0.2, 0.0)
-        assert best_plan(3, costs) == "KKK", "another plan is the best by now"
+        assert best_plan(3, costs) == "KKK", "at other costs another plan would be the best"
 
 
 def test_a_plan_does_not_depend_on_how_fast_the_machine_is_when_it_is_made():
     plans, model = set(), engines.tiny_model(2)
     for slower in 1.0, 5.0:
-        machine_of(model).fastest = 1e6 / slower  # operations a second: a plan takes many seconds
+        machine_of(model).fastest = 1e6 / slower  # FLOP/s: so slow that a plan takes many seconds
         cache = planned.PlannedCache(256, hardware.bandwidth(model), None, "best")
         with mock.patch.object(planned, "measure", lambda *given: (None, 1e5)):
             engines.make(cache, 64, model=model)
@@ -181,7 +181,7 @@ def test_a_plan_does_not_depend_on_how_fast_the_machine_is_when_it_is_made():
 
 
 def test_what_is_there_is_projected_before_a_later_layer_is_waited_for(tmp_path):
-    """Each read ends only when it is waited for."""
+    """A read completes only when the engine waits for it."""
     ask(engine := engine_for("RHK", chunk_files(tmp_path))[0], PROMPT, 1)
     wait_until_idle(engine)
     engine, cache = engine_for("RHK", chunk_files(tmp_path))
@@ -190,7 +190,7 @@ def test_what_is_there_is_projected_before_a_later_layer_is_waited_for(tmp_path)
 
     def read(chunks, into, part):
         for place in into:
-            place.fill(0)  # what was in this memory before may be no number
+            place.fill(0)  # the old contents of this memory may be NaN
         return [Transfer("storage", f"part {part}", 1)]
 
     def arrived(restoration, wait):

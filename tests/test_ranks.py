@@ -1,4 +1,6 @@
-"""Chapter 09 and shell/ranks.py. What takes several ranks runs in processes of its own: support/ranks.py."""
+"""Chapter 09 and shell/ranks.py.
+
+Scenarios with several ranks are in support/ranks.py and run in processes of their own."""
 
 import importlib
 import json
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="ranks are POSIX proc
 
 
 def scenario(folder, *arguments) -> subprocess.CompletedProcess:
-    """Rank 0 is forked, and starts the others as new processes."""
+    """Run a scenario. Rank 0 is a forked process, and starts the other ranks as new processes."""
     return forked.run(folder, "-m", "tests.support.ranks", *arguments, timeout=300)
 
 
@@ -63,14 +65,14 @@ def test_traffic_is_right_each_rank_loads_its_part_and_does_what_rank_0_is_asked
 
 def test_another_number_of_ranks_finds_the_pages(tmp_path):
     asked = "share", "--keep", "pages", "--kv-heads", 1, "--storage", tmp_path
-    passes(tmp_path, 2, *asked)  # both have the same head
+    passes(tmp_path, 2, *asked)  # both ranks have the same KV head
     passes(tmp_path, 1, *asked, "--found")
 
 
 # 2. The model's parts --------------------------------------------------------------------------
 
 def sharding(rank: int, count: int):
-    """Of one of several ranks, which hears nothing of the others."""
+    """Return the Sharding of one rank of `count`, without the other ranks."""
     alone = ranks.Ranks()
     alone.rank, alone.count = rank, count
     return ranked.Sharding(alone)
@@ -113,7 +115,7 @@ def test_what_is_held_is_released_when_the_ranks_have_agreed():
     transfer.finish(0.0, 0.0)
     engine.lower_tier.cache.hold("load", [transfer], (engine.pool, [block]))
     ranked.Cache.poll(engine.lower_tier.cache)
-    assert engine.pool.references[block] == 2, "another rank may not see it yet"
+    assert engine.pool.references[block] == 2, "on another rank the copy may not be complete yet"
     engine.lower_tier.cache.poll()
     assert engine.pool.references[block] == 1
 
@@ -124,27 +126,27 @@ def test_what_a_rank_knows_and_what_all_learn_behind_the_last_layer():
         copies.append(cache.agree_on(Transfer("load", "layer 2"), *number))
         assert copies[-1].local_state() == ranked.ON_ITS_WAY
         copies[-1].own.finish(0.0, 0.0, error)
-        copies[-1].restoration, cache.until[engine] = engine, 1e9  # which stands for a restoration
-    assert [copy.local_state() for copy in copies] == [ranked.ARRIVED + 7, ranked.FAILED, ranked.ARRIVED], "a copy that failed has not arrived"
-    cache.ranks.all_true = lambda here: False  # on another rank something is missing
-    assert copies[2].queue_wait(), "ranks agree behind the last layer only"
+        copies[-1].restoration, cache.until[engine] = engine, 1e9  # the engine stands for a restoration
+    assert [copy.local_state() for copy in copies] == [ranked.ARRIVED + 7, ranked.FAILED, ranked.ARRIVED], "a failed copy does not count as arrived"
+    cache.ranks.all_true = lambda here: False  # as if a copy had failed on another rank
+    assert copies[2].queue_wait(), "ranks agree after the last layer only"
     copies[2].last = True
     with pytest.raises(TransferError):
         copies[2].queue_wait()
 
 
 def test_no_clock_decides_what_is_saved():
-    engine = engines.make(ranked.KVCache(ranks.Ranks(), 64, 1000.0))  # bytes/s: a minute
+    engine = engines.make(ranked.KVCache(ranks.Ranks(), 64, 1000.0))  # bytes/s: a save takes a minute
     engines.ask(engine, engines.draw(random.Random(0), 250), 1)
     assert engine.counts["swap_outs"] == 15
     engine.close()
 
 
-@pytest.mark.parametrize("pages, left", [(20, 10), (24, 14)])  # the second has more than fits
+@pytest.mark.parametrize("pages, left", [(20, 10), (24, 14)])  # 24 pages do not fit in host memory
 def test_pages_that_come_from_storage_do_not_push_out_those_before_them(pages, left):
     backend, rng, size = rank_tests.Losing(random.Random(0), 0.0), random.Random(1), 20
     prompt = engines.draw(rng, 16 * pages + 1)
-    for host in 5 * size, size:  # the first one writes them all
+    for host in 5 * size, size:  # the first engine writes all pages to storage
         cache = ranked.PageHeadCache(ranks.Ranks(), host, engines.BANDWIDTH, store.Storage(backend), range(2))
         cache.threshold = 1
         engine = engines.make(cache)
@@ -152,7 +154,7 @@ def test_pages_that_come_from_storage_do_not_push_out_those_before_them(pages, l
         engines.evict(engine)
     chain = engine.block_keys.extend([], prompt)
     cache.host.evict([cache.host.block_of[block_key] for block_key in chain[left:size]])
-    engines.ask(engine, engines.draw(rng, 16 * (size - left) + 1))  # which takes their places
+    engines.ask(engine, engines.draw(rng, 16 * (size - left) + 1))  # takes the places of the evicted pages
     engines.evict(engine)
     assert engines.ask(engine, prompt).found == {"cpu": 16 * size}
     engines.wait_until_idle(engine)
@@ -164,7 +166,7 @@ def test_storage_is_asked_once_and_read_for_enough_tokens():
     cache = ranked.PageHeadCache(ranks.Ranks(), 128, engines.BANDWIDTH, store.Storage(backend), range(2))
     engine, text = engines.make(cache), engines.draw(rng, 400)
     for known, new, asked in (400, 0, [("exists", 48)]), (240, 200, [("exists", 54)]), (0, 256, []):
-        cache.storage.set([], []).wait(60)  # behind what was marked as used
+        cache.storage.set([], []).wait(60)  # after the engine marked pages as used
         backend.asked.clear()
         engine.submit(Request(text[:known] + engines.draw(rng, new), 2))
         serving.eventually(lambda: cache.in_flight["save"] or engine.step())
@@ -189,7 +191,7 @@ def test_what_another_rank_has_written_again_is_not_doubted():
 def test_host_memory_is_counted_in_what_is_kept(monkeypatch):
     parser = cli.parser_for("")
     ranked.add_arguments(parser)
-    model = engines.tiny_model(kv_heads=1)  # 384 bytes of K and V a token, and 512 of states
+    model = engines.tiny_model(kv_heads=1)  # per token 384 bytes of K and V, or 512 of states
     arguments = parser.parse_args(["--gpu-blocks=50", "--cpu-blocks=100", "--link=1"])
     monkeypatch.setattr(limits, "free_host_memory", lambda: 860_000.0)
     assert ranked.make_engine(model, arguments, "kv").lower_tier.cache.host.size == 100
@@ -197,7 +199,7 @@ def test_host_memory_is_counted_in_what_is_kept(monkeypatch):
         ranked.make_engine(model, arguments, "states")
 
 
-# 4. Beginning and ending -----------------------------------------------------------------------
+# 4. Start and end -----------------------------------------------------------------------------
 
 TORCHRUN = dict(RANK=1, WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=29500)
 
@@ -219,19 +221,19 @@ def test_the_environment_says_which_rank_this_is_or_a_sentence_what_is_wrong(giv
 
 
 @pytest.mark.parametrize("how, words", [
-    ("killed", "Rank 1 was killed by signal 9; so have all."),
-    ("failed", "Rank 1 has ended (AssertionError: something went wrong here); so have all."),
+    ("killed", "Rank 1 was killed by signal 9; all ranks end."),
+    ("failed", "Rank 1 has ended (AssertionError: something went wrong here); all ranks end."),
 ])  # fmt: skip
 def test_when_a_rank_has_ended_all_end_with_a_sentence(how, words, tmp_path):
     done = scenario(tmp_path, 2, how)
     assert done.returncode == 1 and done.stderr.endswith(f"{words}\n"), done.stderr
-    assert done.stdout == "ready\n", "what was printed before is not lost"
+    assert done.stdout == "ready\n", "output before the failure is not lost"
 
 
 @pytest.mark.parametrize("words, environment, sentence", [
     (["--model", "/nonexistent"], {}, "No model"),
     (["--ranks", 2], dict(RANK="0", WORLD_SIZE="1"), "Ranks cannot start from RANK=0, WORLD_SIZE=1, --ranks 2: "),
-    (["--prompt", "Hi"], dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="taken"), "The ranks have not met ("),
+    (["--prompt", "Hi"], dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="taken"), "The ranks could not connect ("),
 ])
 def test_what_cannot_start_is_one_sentence(words, environment, sentence, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -249,14 +251,14 @@ def test_ctrl_c_ends_all(tmp_path):
 
 
 def found(*words) -> list[str]:
-    """Processes, as pgrep finds them."""
+    """Return the ids of processes that pgrep finds."""
     return subprocess.run(["pgrep", *words], capture_output=True, text=True).stdout.split()
 
 
 def test_no_rank_outlives_the_one_that_has_started_it(tmp_path):
     first = forked.start(tmp_path, "-m", "tests.support.ranks", 2, "idle")
     serving.eventually(lambda: (tmp_path / "stdout").read_text() == "ready\n")
-    (session,) = found("-P", str(first.pid))  # the other rank leads one of its own
+    (session,) = found("-P", str(first.pid))  # the other rank leads a session of its own
     first.kill()
     first.join()
     serving.eventually(lambda: not found("-s", session))

@@ -1,4 +1,4 @@
-"""docs/reference.md, "Prefill here, decode there": its two commands, as two processes on one storage, both ways."""
+"""docs/reference.md, "Prefill here, decode there": the processes of its two commands find each other's pages in storage."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def test_one_process_prefills_and_another_one_decodes(tmp_path):
         alone = ask(f"{here}/generate", messages=talk, max_tokens=16, cache_salt="another's")
         assert first["source"] == "miss" and second["found"] == {"storage": pages * 16}
         assert second["tokens"] == alone["tokens"] and second["tokens"][:1] == first["tokens"]
-        # And back: the first process finds what the second one has decoded
+        # The other direction: the first process finds the pages that the second one has decoded.
         eventually(lambda: ask(f"{there}/health")["counters"].get(written, 0) >= 1)
         talk += [dict(role="assistant", content=second["text"]), dict(role="user", content="Who lives in Rome?")]
         third = ask(f"{here}/generate", messages=talk, max_tokens=16)

@@ -1,4 +1,4 @@
-"""What is asked and answered: fields, messages, text with stop strings, sampling, results, the front end."""
+"""Requests and results: fields, messages, text with stop strings, sampling, and the front end."""
 import itertools
 from shell.cli import answer, summary
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def test_the_bounds_themselves_are_taken_and_what_asks_for_nothing_under_any_nam
     assert check_fields(body, SAMPLING) == body
     given = check_fields(dict(max_tokens=16.0, top_k=5.0, seed=7.0, n=1.0), {**SAMPLING, **openai.FIELDS})
     assert list(map(repr, given.values())) == ["16", "5", "7", "1"]
-    assert check_fields(dict(seed=-1, top_k=-1.0), SAMPLING) == {}, "as clients of vLLM ask for the default"
+    assert check_fields(dict(seed=-1, top_k=-1.0), SAMPLING) == {}, "clients of vLLM ask for the default this way"
     for nothing in None, [], {}:
         assert check_fields(dict.fromkeys([*SAMPLING, "functions"], nothing), SAMPLING) == {}
     for name in "max_tokens", "top_k", "seed":
@@ -97,7 +97,7 @@ def test_text_ends_before_the_first_stop_string_and_nothing_is_taken_back(fronte
     pieces, writer = written(frontend.tokenizer, said, stop)
     early = min((end for end in map(said.find, stop) if end >= 0), default=None)
     assert writer.stopped == (early is not None)
-    # A stop string that begins later may be complete earlier; what is written never holds one
+    # A stop string that begins later may be complete earlier. The written text never contains a stop string.
     assert said.startswith(writer.text) and not any(one in writer.text for one in stop)
     assert "".join(pieces) + writer.release(len(writer.held)) == writer.text
     if early is None:
@@ -139,13 +139,13 @@ def test_a_stop_string_costs_the_new_text_only(frontend):
             return looks.append(beginning) or str(self).startswith(beginning)
     looks, said = [], "a" * 300 + "abc" * 200
     assert "".join(written(frontend.tokenizer, said, [Counted("a" * 255 + letter) for letter in "xyz"])[0]) == said
-    assert len(looks) <= 3 * 2 * len(said)      # once as a character comes, once as it goes
+    assert len(looks) <= 3 * 2 * len(said)      # when a character is held back, and when it is released
 
 
 # 3. Request and result --------------------------------------------------------------------------------------
 
 def kept_shares(logits, request) -> torch.Tensor:
-    """The shares of the tokens that top-k and top-p keep, by a whole sort; 0 for the others."""
+    """Return the probabilities of tokens that top-k and top-p keep, by a full sort, and 0 for the others."""
     shares = (logits.double() / request.temperature).softmax(-1)
     order = sorted(range(len(shares)), key=lambda token: (-shares[token].item(), token))[: request.top_k or len(shares)]
     upto = shares[order].cumsum(0)
@@ -154,7 +154,7 @@ def kept_shares(logits, request) -> torch.Tensor:
     return kept / kept.sum()
 
 
-@pytest.mark.parametrize("spread, grid", [(3, 4), (3, 1), (1e-3, 1 << 20)])  # coarse, as in 16 bits: equal ones at limits
+@pytest.mark.parametrize("spread, grid", [(3, 4), (3, 1), (1e-3, 1 << 20)])  # coarse logits, as in 16 bits, are equal at the limits
 def test_a_seed_gives_the_same_tokens_alone_and_beside_others(spread, grid):
     ways = [*itertools.product((0.1, 1, 8), (0, 1, 50, 199, 1000), (1.0, 0.999, 0.9, 0.1, 0))]  # temperature, top_k, top_p
     logits = torch.randn(len(ways) + 2, 700, generator=torch.Generator().manual_seed(grid)).mul(spread * grid).round() / grid
@@ -166,7 +166,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_beside_others(spread, grid):
         tokens, best = [request.sample(row) for row, request in zip(logits, alone)], sampling.likeliest(logits)
         assert sampling.sample(beside + others, logits, best) == [*tokens, *best[-2:]] and best[-1] == -1
         assert all(kept_shares(row, request)[token] for row, request, token in zip(logits, alone, tokens))
-    assert Request([1], 9, 5e-324).sample(logits[0]) == best[0], "so little is no temperature"
+    assert Request([1], 9, 5e-324).sample(logits[0]) == best[0], "such a low temperature is greedy"
 
 
 @pytest.mark.parametrize("limits", [{}, dict(top_k=75), dict(top_k=180), dict(top_p=0.3), dict(top_p=0.9), dict(top_k=180, top_p=0.9)])
@@ -234,7 +234,7 @@ def test_a_result_says_where_the_prompt_came_from_and_why(found, source):
     result = request.outcome
     assert (result.source, result.ttft_ms, result.tbt_ms) == (source, 500, 250)
     assert result.usage == dict(prompt_tokens=64, cached_tokens=sum(found.values()), completion_tokens=2)
-    (span,) = result.as_json()["timeline"]      # on the clock of ttft_ms: from when it was received
+    (span,) = result.as_json()["timeline"]      # both times count from the request's arrival
     assert span["end_ms"] == result.ttft_ms and result.as_json()["found"] == found
     first, second = summary(result).splitlines()
     assert f"({source})" in first and "TTFT 500.0 ms, TBT 250.0 ms" in first

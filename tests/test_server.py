@@ -1,4 +1,4 @@
-"""The server of all chapters, on a stub engine behind a real socket: answers, errors, hang-ups, closing."""
+"""The server of all chapters, with a stub engine and a real socket: answers, errors, hang-ups, and closing."""
 import http.client
 import importlib
 import json
@@ -32,19 +32,21 @@ ROUTES = [("/generate", ASK), ("/v1/chat/completions", CHAT), ("/v1/completions"
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """A client that has hung up is noticed soon."""
+    """Check more often whether a client has hung up."""
     monkeypatch.setattr(servers, "POLL_SECONDS", 0.02)
 
 
 @pytest.fixture(scope="module")
 def client(frontend):
-    """Of a server that all tests share that leave it as it was."""
+    """The Client of a server that tests share. Tests must leave it as it was."""
     with serving(frontend) as client:
         yield client
 
 
 def waiting(client, threads, *asked) -> list:
-    """Futures of the replies to these, when all have reached the engine, which begins no step before `let()`."""
+    """Send requests while the engine is held, and wait until all are queued.
+
+    Returns: futures of the replies, which come after `let()`."""
     client.engine.hold()
     before = client.engine.counters()["requests"]
     replies = [threads.submit(client.ask, *each) for each in asked]
@@ -52,7 +54,7 @@ def waiting(client, threads, *asked) -> list:
     return replies
 
 
-# 1. What is asked rightly -----------------------------------------------------------------------------------
+# 1. Valid requests -----------------------------------------------------------------------------------------
 
 def test_generate_answers_with_the_engines_result(client, frontend):
     answer = client.ask("/generate", ASK).json
@@ -83,7 +85,7 @@ def test_many_clients_get_answers_of_their_own_and_health_says_what_runs_and_cou
     text = (ROOT / "docs" / "reference.md").read_text().partition("**Counters**")[2].partition("\n\n")[0]
     named = {name for name in re.findall(r"`([a-z_]+)`", text) if name not in ("host", "write_back", "steps")}
     with serving(frontend) as client, ThreadPoolExecutor(16) as threads:
-        assert len(named) > 20 and {client.counters()[name] for name in named} == {0}, "documented, so there from the start"
+        assert len(named) > 20 and {client.counters()[name] for name in named} == {0}, "every documented counter exists from the start"
         bodies = [dict(prompt=f"Number {number}", max_tokens=30, stream=bool(number % 2))
                   for number in range(16)]
         for body, reply in zip(bodies, threads.map(lambda body: client.ask("/generate", body), bodies)):
@@ -95,7 +97,7 @@ def test_many_clients_get_answers_of_their_own_and_health_says_what_runs_and_cou
         assert health["counters"]["requests"] == health["counters"]["finished"] == 16
 
 
-# 2. What is asked wrongly -----------------------------------------------------------------------------------
+# 2. Invalid requests ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("body,word", [
     (b"", "JSON"), (b"\xff\xfe{}", "UTF-8"), (b"[]", "object"), (b'{"temperature": NaN}', "temperature"),
@@ -166,12 +168,12 @@ def half_open(client) -> socket.socket:
 @pytest.mark.parametrize("more", [b"", b"X", b"\r\n\r\n{", b"\r\n\r\n{}       "])
 def test_a_request_that_is_sent_by_half_keeps_its_connection_for_a_while_and_no_stream_is_cut_meanwhile(
         frontend, monkeypatch, caplog, more):
-    monkeypatch.setattr(servers.Handler, "timeout", 1.0)  # in which the stream is asked for
+    monkeypatch.setattr(servers.Handler, "timeout", 1.0)  # the stream's request must arrive within it
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
-        stream, = waiting(client, threads, ("/generate", dict(ASK, stream=True)))     # as behind a long step
+        stream, = waiting(client, threads, ("/generate", dict(ASK, stream=True)))     # as during a long step
         with half_open(client) as half, suppress(ConnectionError):
             half.sendall(more)
-            eventually(lambda: half.sendall(more[-1:]) if more else half.recv(1) == b"")    # a byte now and then
+            eventually(lambda: half.sendall(more[-1:]) if more else half.recv(1) == b"")    # slow bytes do not keep the connection
         client.engine.let()
         assert "result" in stream.result().events[-1]
     assert not caplog.records
@@ -192,7 +194,7 @@ def test_a_flood_of_halves_makes_room_for_others_and_ends_no_answer(frontend, mo
 def test_where_accepting_fails_it_waits(monkeypatch):
     listener, waited = servers.listen("127.0.0.1", 0), []
     monkeypatch.setattr(servers, "time", Mock(sleep=waited.append))
-    listener.socket.close()                     # as without descriptors: each attempt fails at once
+    listener.socket.close()                     # as if the process had no file descriptor left
     with pytest.raises(OSError):
         listener.get_request()
     assert waited == [listener.timeout]
@@ -217,7 +219,7 @@ def test_no_body_is_a_500(client, bent, route):
         reply.error(400)
 
 
-# 3. A full line, a hang-up, a defect, a closed door ---------------------------------------------------------
+# 3. A full queue, hang-ups, defects, closing ----------------------------------------------------------------
 
 def test_one_prompt_is_encoded_at_a_time_and_too_many_are_refused(frontend, monkeypatch):
     inside, most, encode = [], [], frontend.encode
@@ -251,8 +253,8 @@ def test_a_client_that_hangs_up_in_the_middle_of_its_answer_or_before_it_is_canc
         with closing(client.send(route, dict(body, max_tokens=200, stream=stream))) as connection:
             eventually(lambda: client.engine.held)
             connection.sock.sendall(behind)
-            assert not stream or connection.getresponse().readline().startswith(b"data: {"), "while it is written"
-        eventually(lambda: client.engine.arrivals)             # noticed while no token comes
+            assert not stream or connection.getresponse().readline().startswith(b"data: {"), "the client hangs up in the middle of a stream"
+        eventually(lambda: client.engine.arrivals)             # the hang-up is noticed even while there are no tokens
         client.engine.let()
         eventually(lambda: client.engine.counters()["cancelled"] == 1)
         assert not client.engine.running and client.engine.counters()["finished"] == 0
@@ -286,7 +288,7 @@ def test_an_exception_inside_is_a_500_and_the_next_request_works(frontend, caplo
 
 def test_a_request_that_the_engine_has_lost_is_answered_and_the_engine_goes_on(frontend):
     class Careless(Engine):
-        """Forgets a request, and then fails, as a Cache may whose `finished` raises."""
+        """Loses a request and then fails, as with a Cache whose `finished` raises."""
 
         def finish(self, request, error=None):
             if request in self.running:
@@ -301,12 +303,12 @@ def test_a_request_that_the_engine_has_lost_is_answered_and_the_engine_goes_on(f
 HERE = "127.0.0.1"
 
 
-@pytest.mark.parametrize("bound,host,asking,changes,reads", [  # the statuses of /evict, and of the others
+@pytest.mark.parametrize("bound,host,asking,changes,reads", [  # status codes of /evict, and of other routes
     (HERE, "localhost", {}, 200, 200), (HERE, "LocalHost", {}, 200, 200), (HERE, "127.9.0.1:80", {}, 200, 200),
     ("::1", "[::1]:5000", dict(REMOTE_ADDR="::1"), 200, 200), ("::1", "[::1]", {}, 200, 200),
     (HERE, "elsewhere.example:5000", {}, 403, 403), ("::1", "192.0.2.7", {}, 403, 403), (HERE, "", {}, 403, 403),
     (HERE, "localhost.example", {}, 403, 403), ("0.0.0.0", "[::1]:5000", dict(REMOTE_ADDR="::1"), 200, 200),
-    ("0.0.0.0", "elsewhere.example", {}, 403, 200),  # a page's own name for this machine
+    ("0.0.0.0", "elsewhere.example", {}, 403, 200),  # another site's name that resolves to this machine
     ("0.0.0.0", "localhost", dict(REMOTE_ADDR="192.0.2.7"), 403, 200),
     (HERE, "localhost", dict(HTTP_ORIGIN="http://localhost"), 200, 200),
     (HERE, "localhost", dict(HTTP_ORIGIN="http://elsewhere.example"), 403, 403),
@@ -320,7 +322,7 @@ def test_who_may_ask_and_who_may_change_something(client, bound, host, asking, c
     replies["/evict"] = app.post("/evict", json=dict(tier="host"), **options)
     assert {route: reply.status_code for route, reply in replies.items()} == expected
     assert all(reply.headers["X-Frame-Options"] == "DENY" for reply in replies.values())
-    words = "Pages from elsewhere" if "HTTP_ORIGIN" in asking else "this machine only" if reads == 200 else "--host"
+    words = "Pages of other sites" if "HTTP_ORIGIN" in asking else "from this machine only" if reads == 200 else "--host"
     assert changes == 200 or words in sentence(replies["/evict"].json["error"])
 
 
@@ -360,7 +362,7 @@ def test_an_idle_server_takes_no_steps_and_still_runs_what_comes_between_them(cl
         client.server.between_steps(lambda: {}["nothing"])
 
 
-# 4. What the page asks for ----------------------------------------------------------------------------------
+# 4. Routes of the page --------------------------------------------------------------------------------------
 
 def test_state_shows_who_waits_and_runs_what_the_pools_hold_and_what_was_found(frontend):
     with serving(frontend, Engine(max_running=1, blocks=40)) as client:

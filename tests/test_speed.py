@@ -1,4 +1,4 @@
-"""What is believed about the machine: measured once, learned from what happens, and tried where it refuses."""
+"""Estimated speeds: measured once, learned from prefills and copies, and tried again after refusals."""
 
 import math
 import random
@@ -21,13 +21,13 @@ from tests.support.engines import ask, ask_and_evict, check_pools, draw, evict, 
 def test_the_fastest_of_the_last_passes_counts():
     measured = Speed(math.inf)
     assert measured.value == math.inf and measured.seconds(5.0) == 0.0
-    assert Speed(0.0).seconds(5.0) == math.inf, "not measured"
+    assert Speed(0.0).seconds(5.0) == math.inf, "an unmeasured speed"
     for units in (8.0, 4.0, 2.0):
         measured.record(units, 2.0)
     assert measured.value == 4.0 and measured.seconds(8.0) == 2.0
     for _ in range(NUM_SAMPLES):
         measured.record(1.0, 1.0)
-    assert measured.value == 1.0, "it has been slower for long"
+    assert measured.value == 1.0, "all recent samples are slower"
     measured.forget()
     assert measured.value == math.inf
 
@@ -37,7 +37,7 @@ def test_the_fastest_of_the_last_passes_counts():
     lambda call: 0.1 if call < 2 else 1.0,
 ], ids=["alone", "beside a busy process", "at first", "the first ones touch memory"])  # fmt: skip
 def test_one_undisturbed_call_of_each_is_enough_to_measure(monkeypatch, slowness):
-    """A layer takes 6 ms, the work beside it 2; and both longer where the test says so."""
+    """A layer takes 6 ms and the other work 2 ms, times `slowness` of the call."""
     now, calls, model = [0.0], [], tiny_model(5)
 
     def take(seconds):
@@ -56,8 +56,7 @@ def test_one_undisturbed_call_of_each_is_enough_to_measure(monkeypatch, slowness
 
 
 class Changing:
-    """An engine of chapter 03 that computes 192 tokens in `computing` seconds and loads them in `loading`, as
-    is believed at first."""
+    """An engine of chapter 03 whose first estimates for 192 tokens are `computing` and `loading` seconds."""
 
     def __init__(self, loading: float, computing: float = 1.0):
         model = tiny_model(6)
@@ -83,16 +82,16 @@ def test_a_prefill_that_is_faster_than_what_was_measured_at_a_busy_start_is_beli
     assert machine.loads()
     before = machine.auto.value
     machine.prefill(1.0)
-    assert not machine.loads() and machine.auto.value == pytest.approx(3 * before), "the link follows"
+    assert not machine.loads() and machine.auto.value == pytest.approx(3 * before), "the default link gets faster, too"
     for _ in range(NUM_SAMPLES):
         machine.prefill(3.0)
-    assert machine.loads() and machine.auto.value == pytest.approx(3 * before), "and never falls"
+    assert machine.loads() and machine.auto.value == pytest.approx(3 * before), "the default link never gets slower"
 
 
 def test_few_rows_count_only_if_they_were_faster_than_believed():
-    """So an engine whose every request is a hit learns of a faster machine, too."""
+    """Thus an engine also learns of a faster machine if every request is a hit and computes few rows."""
     machine = Changing(loading=0.5)
-    few = flops(machine.engine.model.config, 176, 192) / flops(machine.engine.model.config, 0, 192)  # of its seconds
+    few = flops(machine.engine.model.config, 176, 192) / flops(machine.engine.model.config, 0, 192)  # share of the seconds of 192 tokens
     for _ in range(NUM_SAMPLES):
         machine.prefill(9.0 * few, rows=16)
     assert machine.loads()
@@ -118,7 +117,7 @@ def test_a_trial_that_is_late_costs_its_tenth_and_no_grace():
     engine = make(cache := offload.HostCache(64, 1e9), always_restore=False)
     prompt = draw(random.Random(2), 300)
     ask_and_evict(engine, prompt, 1)
-    cache.load_link.bandwidth = Bandwidth(1e4)  # minutes
+    cache.load_link.bandwidth = Bandwidth(1e4)  # a restoration takes minutes
     cache.load_link.measured.forget()
     seen, issue = [], cache.restore
 
@@ -146,17 +145,17 @@ def test_a_pass_of_few_rows_that_waits_for_copies_leaves_a_core_to_them(monkeypa
         monkeypatch.setattr(torch, "set_num_threads", set_to.append)
         forward = engine.runner.forward
         engine.runner.forward = lambda work, before, run=forward, used=used: (run(work, before), used.append(set_to[-1]))[0]
-        assert ask(engine, prompt, 3).found and set_to[-1] == 4, "all of them again"
-        assert (used[0] == 3) == less and used[1:] == [4, 4], "not where it projects, or decodes"
-        assert set_to[1::2] == len(used) * [4], "after each pass, for what is projected between two"
+        assert ask(engine, prompt, 3).found and set_to[-1] == 4, "all threads are used again at the end"
+        assert (used[0] == 3) == less and used[1:] == [4, 4], "a pass leaves a core free only if it neither projects nor decodes"
+        assert set_to[1::2] == len(used) * [4], "all threads are used after each pass, for projections between passes"
         set_to.clear()
         monkeypatch.undo()
         check_pools(engine)
 
 
-# Beliefs that refuse -----------------------------------------------------------------------------
+# Speeds that refuse ------------------------------------------------------------------------------
 
-BELIEFS = {  # what was slow for eight restorations -> of an engine, where that is noted
+BELIEFS = {  # the slow part of eight restorations -> function(engine) that returns its measured speed
     "link": lambda engine: engine.lower_tier.cache.load_link.measured,
     "projecting": lambda engine: engine.lower_tier.cache.projecting,
     "reading": lambda engine: getattr(engine.lower_tier.cache.storage, "storages", [engine.lower_tier.cache.storage])[0].measured,
@@ -181,6 +180,6 @@ def test_what_was_slow_is_loaded_again_within_ten_asks(name, belief):
             engine.evict("host")
         tiers.append(set(ask(engine, prompt, 1).found) - {"gpu"})
     check_pools(engine)
-    read_ahead = (name, belief) == ("tiered", "reading")  # may have come before it could be refused
-    assert tiers[-1] and (read_ahead or not tiers[0]), "refused at first"
+    read_ahead = (name, belief) == ("tiered", "reading")  # pages may arrive before the engine can refuse them
+    assert tiers[-1] and (read_ahead or not tiers[0]), "the first requests are refused, and the last one is restored"
     engine.close()

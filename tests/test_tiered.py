@@ -1,4 +1,4 @@
-"""Chapter 07's own: the tree, the write policies, the prefetch policies, layouts, and shared storage."""
+"""Chapter 07: the radix tree, write policies, prefetch policies, layouts, and shared storage."""
 
 import errno
 import hashlib
@@ -46,7 +46,7 @@ ORACLE = engines.Oracle()
 
 
 class Shelf:
-    """A back end in memory, which can be held up, and notes what it is asked."""
+    """A back end in memory. Reads wait until `open` is set. `asked`: the number of keys of each read."""
 
     def __init__(self, secret=""):
         self.pages, self.asked, self.open, self.secret = {}, [], threading.Event(), secret
@@ -64,7 +64,7 @@ class Shelf:
         self.pages.update(zip(keys, values))
 
     def __len__(self):
-        """Pages, without what a measurement has written."""
+        """The number of pages, except pages written by a measurement of speed."""
         return sum(value[4:12] != bytes(range(8)) for value in self.pages.values())
 
 
@@ -72,7 +72,7 @@ class Shelf:
 def engine_on(
     backend, prefetch="wait_complete", write="write_through", blocks=40, host=40, size=16, **options
 ):
-    """-> an engine. At the end nothing is referenced, and the tree agrees with itself."""
+    """Context manager: return an engine of chapter 07, and check its pools and its tree at the end."""
     cache = tiered(host, prefetch, write, backend, **{"threshold": 1, **options})
     engine = make(cache, blocks, size)
     yield engine
@@ -83,24 +83,24 @@ def engine_on(
 
 
 def right(engine, prompt: list[int], new: int = 4) -> Request:
-    """Ask; the answer is chapter 01's."""
+    """Answer a prompt, and check that the answer equals chapter 01's. Returns: the request."""
     request = ask(engine, prompt, new)
     assert ORACLE.judge(request) != "wrong"
     return request
 
 
 def failing(function):
-    """The function, which fails now and then."""
+    """Return a function that raises OSError in every third call."""
     return Mock(wraps=function, side_effect=cycle([DEFAULT, OSError, DEFAULT]))
 
 
 def steps(engine, until, most=5000) -> bool:
-    """Step until this is so -> whether it was, in so many steps."""
+    """Step until `until()` is true, at most `most` times. Returns: True if it became true."""
     return any(until() or engine.step() for _ in range(most))
 
 
 def forget(engine):
-    """Only storage has anything."""
+    """Evict the device and host pools, so that only storage has pages."""
     evict(engine)
     engine.evict("host")
     wait_until_idle(engine)
@@ -108,26 +108,29 @@ def forget(engine):
 
 @contextmanager
 def only_stored(tokens=200, prefetch="wait_complete", write="write_through", **options):
-    """-> an engine, its shelf, which is open at the end, and a prompt (or several) that nothing else has."""
+    """Context manager: return (an engine, its shelf, a prompt whose pages are in storage only).
+
+    `tokens`: the prompt's length; with several lengths, several prompts are returned. The shelf is opened at the
+    end."""
     shelf, rng = Shelf(), random.Random(0)
     prompts = [draw(rng, count) for count in ([tokens] if isinstance(tokens, int) else tokens)]
     with engine_on(shelf, prefetch, write, **options) as engine:
         for prompt in prompts:
             right(engine, prompt)
-            wait_until_idle(engine)  # all is written before the next one takes its places
+            wait_until_idle(engine)  # its pages are written before the next prompt takes their places
         forget(engine)
         yield engine, shelf, prompt if isinstance(tokens, int) else prompts
         shelf.open.set()
 
 
 def forget_from(engine, prompt: list[int], page: int):
-    """Host memory loses a prompt's pages from this one on."""
+    """Evict a prompt's pages from number `page` on from host memory."""
     for block_key in engine.block_keys.extend([], prompt)[page:]:
         engine.lower_tier.cache.host.evict([engine.lower_tier.cache.host.block_of[block_key]])
 
 
 def slow_storage(engine, tokens: int):
-    """As far as the engine knows, computing so many tokens takes 1 s, and reading a page much longer."""
+    """Set the engine's estimates: computing `tokens` tokens takes 1 s, and reading a page takes much longer."""
     estimates, reader = engine.lower_tier.estimates, engine.lower_tier.cache.storage.reader
     estimates.always, estimates.doubtful = False, False
     estimates.computing.forget()
@@ -140,20 +143,20 @@ def slow_storage(engine, tokens: int):
 # 1. The tree -----------------------------------------------------------------------------------
 
 def check_tree(tree, cache=None):
-    """The tree agrees with itself, and with the pools of a cache."""
+    """Check that the tree is consistent, and that it agrees with the pools of `cache`."""
     for node in (tree.root, *tree.nodes()):
         for first, child in node.children.items():
             assert child.parent is node and child.pages and child.pages[0] is first
-            assert all(later.parent is earlier for earlier, later in zip(child.pages, child.pages[1:])), "a gap"
-            assert node is tree.root or first.parent is node.pages[-1], "a gap between two nodes"
-            assert len(child.host_blocks) in (0, len(child.pages)), "a place for each page, or none"
-            assert len(node.children) > 1 or child.state != node.state or node is tree.root, "one span, not two"
-    assert sum(len(node.pages) for node in tree.nodes()) == tree.size, "pages that nobody finds"
+            assert all(later.parent is earlier for earlier, later in zip(child.pages, child.pages[1:])), "each page of a node follows the page before it"
+            assert node is tree.root or first.parent is node.pages[-1], "a node's first page follows its parent's last page"
+            assert len(child.host_blocks) in (0, len(child.pages)), "a node has a host block for each page, or none"
+            assert len(node.children) > 1 or child.state != node.state or node is tree.root, "a node and its only child have different states, else they are one node"
+    assert sum(len(node.pages) for node in tree.nodes()) == tree.size, "every page of the tree is found"
     if cache:
         near = {page for node in tree.nodes() if node.device for page in node.pages}
-        assert near == set(cache.pool.block_of), "what the device has"
+        assert near == set(cache.pool.block_of), "the tree knows which pages the device has"
         places = {page: place for node in tree.nodes() for page, place in zip(node.pages, node.host_blocks)}
-        assert places == cache.host.block_of, "what host memory has, and where"
+        assert places == cache.host.block_of, "the tree knows which pages host memory has, and in which blocks"
 
 
 def test_the_tree_says_of_each_page_what_a_dictionary_says():
@@ -163,7 +166,7 @@ def test_the_tree_says_of_each_page_what_a_dictionary_says():
         expected = 0
         while expected < len(chain) and chain[expected] in known:
             expected += 1
-        first = rng.randrange(expected + 1)  # a run may begin anywhere that is known
+        first = rng.randrange(expected + 1)  # a run may begin at any known page
         found = [(node, page, place) for node, part in tree.spans(chain[first:])
                  for page, place in zip(node.pages[part], (node.host_blocks or [None] * len(node.pages))[part])]  # fmt: skip
         assert [(page, bool(node.parent)) for node, page, _ in found] == [(page, page in known) for page in chain[first:]]
@@ -180,17 +183,17 @@ def test_the_tree_says_of_each_page_what_a_dictionary_says():
                 known.setdefault(page, dict(device=False, host_blocks=None, stored=False))
                 if page in run:
                     known[page][tier] = state.get(page, None if tier == "host_blocks" else False)
-        if rng.random() < 0.1:  # what no tier near has is forgotten, from the ends
+        if rng.random() < 0.1:  # forget leaves whose pages are neither on the device nor in host memory
             keep = set(rng.sample(sorted(known, key=lambda page: page.digest), len(known) // 2))
             tree.forget(keep)
             left = {page for node in tree.nodes() for page in node.pages}
             gone = [state for page, state in known.items() if page not in left]
             assert not keep - left and not any(state["device"] or state["host_blocks"] is not None for state in gone)
             ends = [node for node in tree.nodes() if not node.children]
-            assert all(node.is_local or keep & {*node.pages} for node in ends), "an end that nobody wants"
+            assert all(node.is_local or keep & {*node.pages} for node in ends), "a leaf is kept only for a reason"
             known = {page: known[page] for page in left}
         check_tree(tree)
-    assert len(tree.nodes()) < tree.size, "pages that follow each other share a node"
+    assert len(tree.nodes()) < tree.size, "consecutive pages share a node"
 
 
 def test_a_match_looks_at_the_nodes_on_its_path_only():
@@ -205,7 +208,7 @@ def test_a_match_looks_at_the_nodes_on_its_path_only():
     assert sum(node.children.get.call_count for node in nodes) == 2
 
 
-# 2. Going down ---------------------------------------------------------------------------------
+# 2. Saving -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("together", [True, False])
 def test_write_through_selective_counts_requests_that_come_together_and_a_preempted_one_once(together):
@@ -220,7 +223,7 @@ def test_write_through_selective_counts_requests_that_come_together_and_a_preemp
 
 @pytest.mark.parametrize("write", tiers.WRITE)
 def test_what_a_crash_costs(write):
-    """Without close(), as after kill -9: what storage has then is what is left."""
+    """After a crash without close(), as by kill -9, only the pages in storage are left."""
     shelf, rng = Shelf(), random.Random(0)
     twice, once = draw(rng, 100), draw(rng, 100)
     with engine_on(shelf, write=write) as engine:
@@ -230,14 +233,16 @@ def test_what_a_crash_costs(write):
         left = len(shelf)
         assert bool(engine.counts["swap_outs"]) == (write != "write_back")
     assert left == dict(write_through=12, write_through_selective=6, write_back=0)[write]
-    assert len(shelf) >= 12 or write != "write_back", "closing writes what is left"
+    assert len(shelf) >= 12 or write != "write_back", "close() writes the remaining pages"
 
 
 @pytest.mark.parametrize("write", tiers.WRITE)
 @pytest.mark.parametrize("fault", ["none", "set", "one", "host"])
 def test_what_leaves_all_tiers_is_counted(write, fault, monkeypatch):
-    """Fourteen prompts on tiers that hold three: what is in none at the end, and was to be, was lost."""
-    monkeypatch.setattr("common.link.HANG_SECONDS", 60.0)  # the machine may be busy
+    """Fourteen prompts on tiers that hold three.
+
+    A page that should be in storage at the end and is not was lost, and is counted."""
+    monkeypatch.setattr("common.link.HANG_SECONDS", 60.0)  # long, since the machine may be busy
     shelf, rng = Shelf(), random.Random(0)
     with engine_on(shelf, write=write, blocks=24, host=2 if fault == "host" else 30) as engine:
         keep = shelf.set
@@ -246,13 +251,13 @@ def test_what_leaves_all_tiers_is_counted(write, fault, monkeypatch):
         prompts = [draw(rng, 300) for _ in range(14)]
         for prompt in prompts:
             right(engine, prompt)
-            wait_until_idle(engine)  # however busy this machine is
+            wait_until_idle(engine)  # however slow this machine is
         for tier in ("device", "host"):
             engine.evict(tier)
             wait_until_idle(engine)
         wanted = 0 if write == "write_through_selective" else 14 * 18
         assert len(shelf) + engine.counts["pages_lost"] == wanted, engine.counts
-        assert engine.counts["pages_lost"] == 0 or fault != "none", "storage is fast, and nothing fails"
+        assert engine.counts["pages_lost"] == 0 or fault != "none", "no page is lost if storage is fast and nothing fails"
         assert len(shelf) >= 18 or fault == "host" or not wanted
         if write == "write_back" and fault == "none":
             counts = engine.counts
@@ -262,7 +267,7 @@ def test_what_leaves_all_tiers_is_counted(write, fault, monkeypatch):
         keys = [[block_key.digest.hex() for block_key in engine.block_keys.extend([], prompt)] for prompt in prompts]
         gaps = [key for chain in keys for before, key in zip(chain, chain[1:])
                 if key in shelf.pages and before not in shelf.pages]  # fmt: skip
-        assert not gaps or engine.counts["pages_lost"], "nothing is written behind a gap"
+        assert not gaps or engine.counts["pages_lost"], "no page is written after a gap in its chain"
 
 
 @pytest.mark.parametrize("write", ["write_through", "write_back"])
@@ -270,7 +275,7 @@ def test_a_page_that_storage_has_is_not_dirty_when_it_was_computed_again(write):
     shelf, prompt = Shelf(), draw(random.Random(0), 300)
     with engine_on(shelf) as engine:
         right(engine, prompt)
-    with engine_on(shelf, "best_effort", write, threshold=1 << 20) as engine:  # it asks, and reads nothing
+    with engine_on(shelf, "best_effort", write, threshold=1 << 20) as engine:  # it asks storage, and reads nothing
         assert right(engine, prompt).found == {}
         evict(engine)
         assert not engine.counts["dirty_evicted"] + engine.counts["storage_pages_written"]
@@ -294,7 +299,9 @@ def test_a_copy_out_that_failed_or_was_not_begun_is_begun_later_and_leaves_no_ga
 
 @pytest.mark.parametrize("device, host, pages, held", [(54, 34, 20, 0), (54, 6, 6, 6), (54, 6, 20, 0)])
 def test_what_found_no_room_is_sent_down_when_there_is_though_its_request_is_over(device, host, pages, held):
-    """Five prompts at once: storage has room for all, and what is newer in host memory goes for what is older."""
+    """Five prompts at once.
+
+    Storage has room for all of them. In host memory, newer pages that are stored make room for older ones."""
     shelf, rng, other = Shelf(), random.Random(0), Transfer("load", "another's")
     with engine_on(shelf, blocks=device, host=host) as engine:
         cache = engine.lower_tier.cache
@@ -317,10 +324,10 @@ def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counte
         while not cache.storage.writer.hangs:
             asked.append(right(engine, draw(rng, 100)))
         asked += [right(engine, draw(rng, 100)) for _ in range(2)]
-        engine.evict("device")  # more than host memory has room for
+        engine.evict("device")  # more pages than host memory has room for
         pages = {page for request in asked for page in request.chain[: request.registered]}
         left = [page for page in pages if page in cache.host.block_of or page in cache.writing]
-        assert engine.counts["pages_lost"] == len(pages) - len(left) > 0, "each once"
+        assert engine.counts["pages_lost"] == len(pages) - len(left) > 0, "each lost page is counted once"
         shelf.open.set()
 
 
@@ -340,7 +347,7 @@ def test_an_eviction_waits_as_long_as_its_copy_takes_and_one_that_fails_or_is_la
             for prompt in rng.choices([draw(rng, 100) for _ in range(4)], k=24):
                 right(engine, prompt)
                 late = [transfer for transfer, *_ in faults.copies if not transfer.ready]
-                assert not late or any(engine.lower_tier.cache.host.references), "it still writes there"
+                assert not late or any(engine.lower_tier.cache.host.references), "blocks that a late copy still writes stay referenced"
             wait_until_idle(engine)
         assert faults.failed and faults.delayed and counts["pages_lost"] > 0 and counts["pages_written"] > written
 
@@ -350,8 +357,8 @@ def test_what_is_matched_does_not_go_for_its_own_requests_blocks():
     with engine_on(Shelf(), "best_effort", "write_back", blocks=16, host=6, threshold=512) as engine:
         prompt = draw(rng, 100)
         right(engine, prompt)
-        evict(engine)  # six pages, and host memory is full of them
-        right(engine, draw(rng, 200))  # which is dirty, and in the way
+        evict(engine)  # its six pages fill host memory
+        right(engine, draw(rng, 200))  # its dirty pages need room in host memory
         assert right(engine, prompt).found == {"cpu": 96}
         assert engine.counts["pages_lost"] > 0
 
@@ -372,7 +379,7 @@ def test_nothing_is_written_behind_a_page_that_no_tier_has():
         wait_until_idle(engine)
         cache, (_, *later) = engine.lower_tier.cache, engine.block_keys.extend([], prompt)
         engine.pool.evict([engine.pool.block_of[page] for page in later])
-        forget_from(engine, prompt, page=1)  # only storage has them, and loses them
+        forget_from(engine, prompt, page=1)  # only storage has them; then it loses them
         for page in later:
             del shelf.pages[page.digest.hex()]
         cache.add_to_l2(later[1:], places := cache.host.allocate(2))
@@ -383,7 +390,7 @@ def test_nothing_is_written_behind_a_page_that_no_tier_has():
         assert len(shelf) == 1 and engine.counts["pages_lost"] == 2
 
 
-# 3. Coming up ----------------------------------------------------------------------------------
+# 3. Restoring ----------------------------------------------------------------------------------
 
 def test_best_effort_waits_for_nothing_and_timeout_takes_what_has_come_by_then():
     with only_stored(prefetch="best_effort") as (engine, shelf, prompt):
@@ -392,7 +399,7 @@ def test_best_effort_waits_for_nothing_and_timeout_takes_what_has_come_by_then()
     with only_stored(400, "timeout", timeout=(1.0, 0.0)) as (engine, shelf, prompt):
         get = shelf.get
 
-        def slow(keys):  # the first four pages come at once, and the others too late
+        def slow(keys):  # the first four pages arrive at once, the others too late
             if shelf.asked:
                 shelf.open.clear()
             return get(keys)
@@ -401,7 +408,7 @@ def test_best_effort_waits_for_nothing_and_timeout_takes_what_has_come_by_then()
         assert right(engine, prompt).found == {"storage": 64}
         shelf.open.set()
         wait_until_idle(engine)
-        assert shelf.asked == [4, 4], "what was not begun by then is never read"
+        assert shelf.asked == [4, 4], "reads that had not begun at the timeout never begin"
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -434,7 +441,9 @@ def test_the_guard_does_not_wait_for_storage_that_is_slower_than_computing():
 
 @contextmanager
 def in_line(engine, prompt: list[int]):
-    """-> a request that stands in line until the end of the block, and is then answered rightly."""
+    """Context manager: return a request that stays queued until the end of the block.
+
+    Then it must be answered correctly."""
     engine.max_running = 0
     engine.submit(request := Request(prompt, 4))
     engine.step()
@@ -450,7 +459,7 @@ def test_who_stands_in_line_finds_what_another_engine_has_written_meanwhile(monk
     with engine_on(shelf, "best_effort") as engine, engine_on(shelf) as other:
         with in_line(engine, prompt) as request:
             assert steps(engine, lambda: request.memo.answered)
-            for part in prompt[:100], prompt:  # it is asked again while it stands there
+            for part in prompt[:100], prompt:  # storage is asked again while the request is queued
                 right(other, part)
                 wait_until_idle(other)
                 assert steps(engine, lambda part=part: len(engine.lower_tier.cache.host.block_of) == len(part) // 16)
@@ -460,12 +469,12 @@ def test_who_stands_in_line_finds_what_another_engine_has_written_meanwhile(monk
 @pytest.mark.parametrize("threshold, found", [(64, {"storage": 64}), (65, {})])
 def test_what_is_less_than_the_threshold_is_not_read(threshold, found):
     with only_stored(200, threshold=threshold) as (engine, shelf, prompt):
-        shelf.pages.pop(engine.block_keys.extend([], prompt)[4].digest.hex())  # behind four pages
+        shelf.pages.pop(engine.block_keys.extend([], prompt)[4].digest.hex())  # the page after the first four
         assert right(engine, prompt).found == found
 
 
 def slower(function, seconds: float):
-    """The function, which takes so much longer."""
+    """Return a function that takes `seconds` longer."""
     return lambda *given: (time.sleep(seconds), function(*given))[1]
 
 
@@ -477,8 +486,8 @@ def test_from_both_ends_prefill_and_storage_meet():
             start - request.computed - dict(engine.work).get(request, 0)) or copy_in(request, start, host_blocks)  # fmt: skip
         request = right(engine, prompt)
         assert 0 < request.found["storage"] < 464, request.found
-        assert min(ahead) >= 0, "no step computes what is claimed"
-        assert not engine.counts["failed_restorations"], "nothing has failed"
+        assert min(ahead) >= 0, "no step computes tokens that storage is to restore"
+        assert not engine.counts["failed_restorations"], "no restoration fails"
 
 
 def test_a_claimed_page_whose_copy_fails_at_once_is_computed():
@@ -515,7 +524,7 @@ def test_before_a_page_that_host_memory_has_lost_both_ends_claims_nothing(monkey
         engine.token_budget, shelf.get = 16, slower(shelf.get, 0.02)
         lose = lambda: host.evict([place for place in [host.block_of.get(last)] if place in host.cached])  # noqa: E731
         monkeypatch.setattr(engines.offload.HostCache, "poll", lambda cache: (poll(cache), lose()))
-        assert not right(engine, prompt).found, "they would come into its place"
+        assert not right(engine, prompt).found, "pages from storage would get the lost page's block"
 
 
 def test_both_ends_begins_with_what_host_memory_has_however_slow_storage_is():
@@ -526,7 +535,7 @@ def test_both_ends_begins_with_what_host_memory_has_however_slow_storage_is():
         forget_from(engine, prompt, page=10)
         request = right(engine, prompt)
         assert request.found["cpu"] == 160 and request.found["storage"] > 0
-        assert not engine.counts["failed_restorations"], "nothing has failed"
+        assert not engine.counts["failed_restorations"], "no restoration fails"
         evict(engine)
         forget_from(engine, prompt, page=4)
         slow_storage(engine, 480)
@@ -546,7 +555,7 @@ def test_what_came_is_used_and_what_host_memory_has_no_place_for_is_not_offered(
             assert steps(engine, lambda: request.memo.ended)
         other.finish(0.0, 0.0)
         assert request.found.get("storage", 0) == request.cached_tokens == found
-        assert bool(request.decisions) == bool(found), "a wrong sentence"
+        assert bool(request.decisions) == bool(found), "a decision is written only if something was offered"
 
 
 def test_the_tree_knows_what_came_back_to_a_request_that_ends_before_it_computes():
@@ -554,7 +563,7 @@ def test_the_tree_knows_what_came_back_to_a_request_that_ends_before_it_computes
         right(engine, prompt := draw(random.Random(0), 200))
         evict(engine)
         engine.submit(other := Request(draw(random.Random(1), 20), 200))
-        assert steps(engine, lambda: other.new)  # so that `back` comes back between its steps
+        assert steps(engine, lambda: other.new)  # so that `back` is restored between its steps
         engine.submit(back := Request(prompt, 4))
         forward = engine.runner.forward
         engine.runner.forward = lambda work, *given: 1 / 0 if back.registered and back in dict(work) else forward(work, *given)
@@ -569,14 +578,14 @@ def test_nobody_waits_for_storage_once_the_device_has_it():
         shelf.open.clear()
         engine.submit(waits := Request(prompt, 4))
         assert steps(engine, lambda: waits.memo and waits.memo.reads)
-        engine.lower_tier.cache.threshold = 1 << 20  # the next one asks storage for nothing
+        engine.lower_tier.cache.threshold = 1 << 20  # the next request does not ask storage
         engine.generate([Request(prompt, 4)])
         assert steps(engine, lambda: waits.outcome, 20) and waits.found == {"gpu": 192}
 
 
 @contextmanager
 def opened(backend):
-    """-> a storage, three keys, and a place for each."""
+    """Context manager: return (an open storage, three keys, an array for each key)."""
     storage = store.Storage(backend)
     storage.open(lambda: None)
     yield storage, [bytes([number]) * 32 for number in range(3)], [numpy.zeros(8, "u1") for _ in range(3)]
@@ -604,14 +613,14 @@ def test_prefetches_hold_half_of_host_memory_at_most_and_the_second_waits_for_th
         shelf.open.set()
         until_over(engine, *asked)
         assert [request.found for request in asked] == [{"storage": 96}, {"storage": 64}]
-        assert [len(request.decisions) for request in asked] == [2, 2], "to wait, and to load: each is decided once"
+        assert [len(request.decisions) for request in asked] == [2, 2], "to wait and to load are each decided once"
 
 
 @pytest.mark.parametrize("again", [1.0, 0.0])
 def test_what_was_read_for_a_request_that_waits_does_not_leave_for_another_ones_pages(again, monkeypatch):
-    monkeypatch.setattr(tiers, "RETRY_SECONDS", again)  # seconds until storage is asked again for one that has all
+    monkeypatch.setattr(tiers, "RETRY_SECONDS", again)  # seconds until storage is asked again for a request that has all its pages
     with only_stored((100, 80), host=8) as (engine, _, prompts):
-        engine.max_running = 0  # both stand in line
+        engine.max_running = 0  # both requests stay queued
         for request in (asked := [Request(prompt, 2) for prompt in prompts]):
             engine.submit(request)
         assert steps(engine, lambda: asked[0].memo and len(asked[0].memo.pages_read) == 6)
@@ -635,12 +644,12 @@ def test_storage_is_asked_nothing_for_a_request_that_must_compute():
 
 @pytest.mark.parametrize("policy", ["both_ends", "best_effort"])
 def test_what_storage_says_too_late_is_not_read(policy):
-    """Under both_ends the request has begun to compute, under best_effort to load what host memory has."""
+    """When storage answers, the request already computes (both_ends) or loads from host memory (best_effort)."""
     with only_stored(200, policy) as (engine, shelf, prompt):
         if policy == "best_effort":
             right(engine, prompt[:70])
             evict(engine)
-        engine.submit(other := Request(draw(random.Random(1), 20), 99))  # between whose steps that goes on
+        engine.submit(other := Request(draw(random.Random(1), 20), 99))  # the restoration continues between its steps
         assert steps(engine, lambda: other.new)
         load, cache, exists = Transfer("load", "layer 0"), engine.lower_tier.cache, shelf.exists
         cache.copy_in = lambda *_: [load]
@@ -649,7 +658,7 @@ def test_what_storage_says_too_late_is_not_read(policy):
         shelf.open.clear()
         engine.submit(request := Request(prompt, 99))
         engine.step()
-        request.wait_deadline, engine.token_budget = 0.0, 16  # it takes many steps
+        request.wait_deadline, engine.token_budget = 0.0, 16  # so that the request takes many steps
         assert steps(engine, lambda: request.table) and bool(request.restoration) == (policy == "best_effort")
         shelf.open.set()
         [transfer.completed.wait(60) for transfers, *_ in cache.in_flight["ask"] for transfer in transfers]
@@ -680,7 +689,7 @@ def test_what_storage_lacks_is_not_read_when_it_has_left_host_memory_meanwhile()
         exists, shelf.exists = shelf.exists, lambda keys: shelf.open.wait(60) and exists(keys)
         shelf.open.clear()
         engine.submit(request := Request(prompt, 2))
-        engine.take_arrivals()  # it asks, when host memory has three pages
+        engine.take_arrivals()  # storage is asked while host memory has three pages
         engine.evict("host")
         shelf.open.set()
         until_over(engine, request)
@@ -699,7 +708,7 @@ def test_engines_share_storage_whose_layouts_have_pages_of_the_same_bytes(first,
             assert right(engine, prompt).found == found
             memory, page = engine.lower_tier.cache.host.memory, engine.lower_tier.cache.array[0]
             assert [memory.stride(axis) for axis in tiers.LAYOUTS[layout]] == sorted(memory.stride(), reverse=True)
-            assert page.flags.c_contiguous == (layout != "layer_first"), "it is read and written in one piece"
+            assert page.flags.c_contiguous == (layout != "layer_first"), "a page is contiguous, so it is read and written in one piece"
             table = engine.pool.find(engine.block_keys.extend([], prompt))
             kept.append(engine.pool.memory[:, :, table].clone())
     assert torch.equal(*kept) and len(shelf) == (12 if shares else 24)
@@ -710,7 +719,7 @@ def test_storage_that_restarts_empty_gets_its_pages_again_and_those_that_nothing
     with only_stored(470) as (engine, shelf, prompt):
         right(engine, prompt)
         evict(engine)
-        forget_from(engine, prompt, page=10)  # host memory has ten pages, and storage all 29
+        forget_from(engine, prompt, page=10)  # host memory has ten pages, storage all 29
 
         def restart(keys):
             shelf.pages.clear()
@@ -737,14 +746,14 @@ def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch, verb
         assert steps(engine, lambda: waits.outcome, 500) and waits.found == {} and ORACLE.judge(waits) != "wrong"
         engine.submit(request := Request(draw(random.Random(1), 200), 2))
         engine.step()
-        assert not request.memo, "storage that hangs is not asked"
+        assert not request.memo, "a storage that hangs is not asked"
         until_over(engine, request)
 
 
 @pytest.mark.parametrize("policy", ["wait_complete", "both_ends"])
 @pytest.mark.parametrize("verb", ["get", "exists"])
 def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(verb, policy, monkeypatch):
-    monkeypatch.setattr("common.link.HANG_SECONDS", 1e9)  # it does not hang, it fails
+    monkeypatch.setattr("common.link.HANG_SECONDS", 1e9)  # the storage fails, and must not count as hanging
     monkeypatch.setattr(tiers, "RETRY_SECONDS", 0.0)
     with only_stored(200, policy) as (engine, shelf, prompt):
         does, broken = getattr(shelf, verb), [True]
@@ -758,14 +767,14 @@ def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(ve
         setattr(shelf, verb, fails)
         assert right(engine, prompt).found == {}
         forget(engine)
-        shelf.open.clear()  # and the next answer, an error again, takes until somebody opens it
+        shelf.open.clear()  # the next answer is an error again, and does not come before the shelf is opened
         for asked in Request(prompt, 4), Request(draw(random.Random(1), 200), 4):
             engine.submit(asked)
-            assert steps(engine, lambda asked=asked: asked.outcome, 500) and asked.found == {}, "nobody waits"
+            assert steps(engine, lambda asked=asked: asked.outcome, 500) and asked.found == {}, "no request waits"
         broken[0] = False
         shelf.open.set()
         wait_until_idle(engine)
-        right(engine, prompt)  # which finds out that it answers again, and writes what was doubted
+        right(engine, prompt)  # its lookup finds that storage answers again; doubted pages are written again
         wait_until_idle(engine)
         forget(engine)
         assert right(engine, prompt).found == {"storage": 192} or policy == "both_ends"
@@ -784,19 +793,19 @@ def test_ranks_wait_once_for_pages_that_do_not_come(verb):
         right(engine, prompt)
     forget(engine)
     shelf.open.clear()
-    for prompt, until in zip(prompts, (0.0, 1e9, 1e9)):  # those behind the first would wait for ever
+    for prompt, until in zip(prompts, (0.0, 1e9, 1e9)):  # the later requests have no deadline of their own
         engine.submit(request := Request(prompt, 2))
         engine.step()
         engine.lower_tier.cache.until[request] = until
-        assert steps(engine, lambda: request.outcome, 500), "one has waited in vain, and nobody else does"
-        assert len(cache.in_flight["ask"]) < 2, "nor asks"
+        assert steps(engine, lambda: request.outcome, 500), "after one request has waited in vain, no other one waits"
+        assert len(cache.in_flight["ask"]) < 2, "no other request asks storage"
     shelf.open.set()
     wait_until_idle(engine)
     forget(engine)
     right(engine, prompt)
     wait_until_idle(engine)
     forget(engine)
-    assert not engine.lower_tier.cache.late and right(engine, prompt).found == {"cpu": 192}, "which is where storage brings it"
+    assert not engine.lower_tier.cache.late and right(engine, prompt).found == {"cpu": 192}, "pages from storage were read into host memory"
     engine.close()
 
 
@@ -804,7 +813,7 @@ def test_ranks_wait_once_for_pages_that_do_not_come(verb):
 def test_a_back_end_keeps_what_it_is_given(kind, tmp_path):
     def check(url: str, config: dict | None = None):
         backend, (one, two, three, empty) = backends.open_backend(url, config), (digit * 64 for digit in "abcd")
-        backend.set([one, two, empty], [b"1" * 100, b"2" * 50, b""])  # a crash may leave a file of no bytes
+        backend.set([one, two, empty], [b"1" * 100, b"2" * 50, b""])  # a crash may leave an empty file
         assert list(map(bool, backend.exists([one, three, two]))) == [True, False, True]
         assert backend.get([empty, three, one]) == [b"", None, b"1" * 100]
         assert backend.get([two]) == [b"2" * 50]
@@ -833,7 +842,7 @@ def test_a_directory_stays_below_its_limit_however_many_write_there(processes, t
     for number in range(400):
         writers[number % processes].set([f"{number:064x}"], [bytes(100)])
         peak = max(peak, sum(file.stat().st_size for file in tmp_path.iterdir()))
-    assert 9_000 < peak <= 10_000 + (processes - 1) * 1_100, "each looks again after a tenth of the limit"
+    assert 9_000 < peak <= 10_000 + (processes - 1) * 1_100, "each process scans the folder after a tenth of the limit"
     assert (tmp_path / f"{399:064x}.page").exists()
 
 
@@ -863,7 +872,7 @@ def test_what_is_no_limit_is_one_sentence_and_deletes_nothing(limit, tmp_path):
 
 
 def small_disk(monkeypatch, size: int):
-    """Let all folders be on a file system of so many bytes, of which a write that fails has taken some."""
+    """Pretend that a folder's file system has `size` bytes. A write that does not fit leaves a part of its file."""
     write = backends.Path.write_bytes
 
     def write_bytes(path, value):
@@ -898,7 +907,7 @@ def test_a_directory_touches_only_what_it_writes(tmp_path):
         os.utime(tmp_path / name, (old, old))
     (tmp_path / "folder.tmp").mkdir()
     (tmp_path / ("c" * 64 + ".page")).mkdir()
-    own = tmp_path / f"{KEYS[0]}.page.{'0' * 32}.tmp"  # of a process that was killed
+    own = tmp_path / f"{KEYS[0]}.page.{'0' * 32}.tmp"  # left by a process that was killed
     own.write_bytes(b"half")
     os.utime(own, (old, old))
     others = {path.name for path in tmp_path.iterdir()} - {own.name}
@@ -918,17 +927,17 @@ def test_a_file_that_cannot_be_written_read_or_deleted_costs_no_other(tmp_path, 
     with pytest.raises(OSError):
         backend.set(KEYS[:3], [bytes(100)] * 3)
     assert backend.get(KEYS[:4]) == [None, bytes(100), bytes(100), None] and len(backend.files()) == 2
-    delete, refused = backends.Path.unlink, tmp_path / f"{KEYS[2]}.page"  # the oldest
+    delete, refused = backends.Path.unlink, tmp_path / f"{KEYS[2]}.page"  # the oldest file
     refuse = lambda path, **options: os.rmdir(path) if path == refused else delete(path, **options)  # noqa: E731
     monkeypatch.setattr(backends.Path, "unlink", refuse)
     for key in KEYS[4:]:
         backend.set([key], [bytes(100)])
-    assert capsys.readouterr().err.count("Not a directory") == 1, "said once"
+    assert capsys.readouterr().err.count("Not a directory") == 1, "the message is printed once"
     assert len(backend.files()) <= 10 and all(backend.exists([KEYS[2], *KEYS[-5:]]))
 
 
 def cache_on(kind: str, folder, limit_gb: float):
-    """A Cache with files behind a host memory of 40 blocks."""
+    """Return a Cache with 40 host blocks and files as its lower tier."""
     if kind == "tiered":
         return tiered(40, "wait_complete", "write_through", backends.Directory(f"file:{folder}", limit_gb))
     files = backends.in_directories([folder], limit_gb)
@@ -955,8 +964,8 @@ def test_what_is_used_on_the_device_is_not_the_oldest_in_storage(kind, tmp_path)
         assert ask(engine, hot).outcome.source == "gpu_hit"
     engine.close()
     engine = make(cache_on(kind, tmp_path, 1.0), 60)
-    assert ask(engine, hot, 4).cached_tokens > 100, "it was used last"
-    assert ask(engine, one).found == {}, "it was used once"
+    assert ask(engine, hot, 4).cached_tokens > 100, "the prompt that was used last is still stored"
+    assert ask(engine, one).found == {}, "the prompt that was used once is gone"
     engine.close()
 
 
@@ -1007,7 +1016,7 @@ def test_a_damaged_file_is_never_used_and_all_that_are_gone_are_written_again(ki
     good, at = path.read_bytes(), rng.randrange(path.stat().st_size)
     engine = make(cache_on(kind, tmp_path, 1.0), 60)
     engine.extend(request := Request(prompt + [3], 4))
-    engine.lower_tier.cache.match(request)  # which finds the file
+    engine.lower_tier.cache.match(request)  # the match finds the file
     flipped = good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
     path.write_bytes(dict(flipped=flipped, cut=good[:100], another=other.read_bytes()).get(damage, b""))
     for gone in dict.fromkeys([path] * (damage == "gone") + [*tmp_path.glob("*.page")] * (damage == "all gone")):
@@ -1017,8 +1026,8 @@ def test_a_damaged_file_is_never_used_and_all_that_are_gone_are_written_again(ki
     wait_until_idle(engine)
     forget(engine)
     request = ask(engine, prompt + [3], 4)
-    assert ORACLE.judge(request) != "wrong" and request.cached_tokens == whole, "what was computed again replaces it"
-    assert engine.counts["failed_restorations"] <= 1, "it is learned of at once"
+    assert ORACLE.judge(request) != "wrong" and request.cached_tokens == whole, "the recomputed block replaces the damaged file"
+    assert engine.counts["failed_restorations"] <= 1, "the first failure is enough to learn that files are gone"
     wait_until_idle(engine)
     check_pools(engine)
     engine.close()
@@ -1027,7 +1036,7 @@ def test_a_damaged_file_is_never_used_and_all_that_are_gone_are_written_again(ki
 @pytest.mark.parametrize("back, ahead", [(0, 0), (86_400, 0), (0, 3600)])
 @pytest.mark.parametrize("apart", [1, 100, 10**9, 2 * 10**9])
 def test_of_a_chain_that_is_used_the_end_is_deleted_first(apart, back, ahead, tmp_path, monkeypatch):
-    """Though it is read in parts, the file system has coarse times, and a clock goes back, or another's is ahead."""
+    """It holds although chains are read in parts, file systems have coarse times, and clocks go back or differ."""
     now, utime, new = [time.time_ns()], os.utime, partial(backends.Directory, f"file:{tmp_path}", limit_gb=1e-6)
     monkeypatch.setattr(backends.time, "time_ns", lambda: now[0])
     monkeypatch.setattr(backends.os, "utime", lambda path, ns: utime(path, ns=(0, ns[1] // apart * apart)))
@@ -1080,11 +1089,11 @@ def test_folders_begin_at_home_and_what_is_none_is_one_sentence(tmp_path, monkey
             backends.in_directories([tmp_path / name], 1.0)
 
 
-# 5. While it runs ------------------------------------------------------------------------------
+# 5. Changes at run time -------------------------------------------------------------------------
 
 @pytest.mark.parametrize("policies", [[*tiers.PREFETCH][:3], ["both_ends"]])
 def test_traffic_on_storages_that_fail_come_and_go(policies):
-    """And on whichever policies."""
+    """The policies change, too."""
     rng, shelves, stored = random.Random(0), [Shelf(), Shelf()], []
 
     def make_one(name, blocks, size, **options):
@@ -1095,7 +1104,7 @@ def test_traffic_on_storages_that_fail_come_and_go(policies):
     def change_and_step(cache, step):
         if rng.random() < 0.16:
             known = {page.digest.hex() for node in cache.tree.nodes() if node.stored for page in node.pages}
-            assert known <= set(cache.storage.backend.pages if cache.storage else ()), "it has what it says"
+            assert known <= set(cache.storage.backend.pages if cache.storage else ()), "storage has every page that the tree says is stored"
             backends.attach_storage(cache, rng.choice([None, *map(store.Storage, shelves)]))
             cache.prefetch_policy, cache.write_policy = rng.choice(policies), rng.choice(tiers.WRITE)
             stored.append(len(known))
@@ -1113,14 +1122,14 @@ def test_a_storage_that_hangs_is_left_for_another_one_which_gets_what_is_owed():
     with only_stored() as (engine, shelf, prompt):
         shelf.open.clear()
         shelf.close, shelf.set = closed.set, lambda *_: shelf.open.wait(60)
-        right(engine, new)  # whose pages are being written
+        right(engine, new)  # its pages are being written
         engine.submit(request := Request(prompt, 4))
         assert steps(engine, lambda: request.memo and request.memo.reads)
         backends.attach_storage(engine.lower_tier.cache, store.Storage(other))
         until_over(engine, request)
         assert request.found == {} and ORACLE.judge(request) != "wrong"
         assert steps(engine, lambda: len(other) == 24)
-        assert sum(engine.lower_tier.cache.host.references) and not closed.is_set(), "it may still write there"
+        assert sum(engine.lower_tier.cache.host.references) and not closed.is_set(), "a read that hangs may still write to its blocks"
         shelf.open.set()
         wait_until_idle(engine)
         assert closed.wait(60)
@@ -1146,7 +1155,7 @@ def test_options_of_storage_and_of_host_memory(tmp_path, capsys):
         engine.close()
         shelf = engine.lower_tier.cache.storage.backend
         assert shelf.secret == "sesame" and len(shelf) == 12 and engine.lower_tier.cache.host.size == 60
-    assert (engine.lower_tier.cache.threshold, engine.lower_tier.cache.timeout) == (7, (3, 0.25)), "the others are the command line's"
+    assert (engine.lower_tier.cache.threshold, engine.lower_tier.cache.timeout) == (7, (3, 0.25)), "other settings come from the command line"
     assert made("--hicache-size=0.01").lower_tier.cache.host.size == 10**7 // engine.lower_tier.cache.host.block_bytes
     for options in ["--hicache-ratio=1"], ["--hicache-size=1", "--cpu-blocks=9"]:
         with pytest.raises(BadRequest, match="Give one of"):

@@ -1,4 +1,4 @@
-"""Who was busy when: spans, idle shares, the chart, the trace file, and the clock of a GPU."""
+"""Timelines: spans, idle shares, the chart, the trace file, and the clock of a GPU."""
 import json
 import time
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from shell.charts import LANES, bubble, chart, duration, write_trace
 
 
 def of(*spans) -> Timeline:
-    """A timeline of (lane, label, start, end), in seconds since it began."""
+    """Return a timeline with spans (lane, label, start, end), in seconds since it began."""
     timeline = Timeline()
     timeline.spans = [Span(*span) for span in spans]
     return timeline
@@ -29,7 +29,7 @@ def test_a_span_measured_elsewhere_is_cut_where_the_lane_was_idle_and_at_the_beg
     timeline.add("compute", "prefill 7", began + 1, began + 9, [(began + a, began + b) for a, b in idle])
     assert [(round(span.start, 6), round(span.end, 6)) for span in timeline.spans] == expected
     assert duration(timeline) == pytest.approx(9)
-    timeline.spans.clear()  # what began before the timeline is cut off
+    timeline.spans.clear()  # spans are cut at the beginning of the timeline
     timeline.add("load", "layer 0", timeline.began - 4, timeline.began - 2)
     timeline.add("load", "layer 1", timeline.began - 4, timeline.began + 2)
     assert [(span.label, span.start, round(span.end, 6)) for span in timeline.spans] == [("layer 1", 0, 2)]
@@ -41,7 +41,7 @@ INTERVAL = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted)
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.lists(INTERVAL, min_size=1, max_size=6))
 def test_a_bubble_is_what_counting_gives(spans):
-    timeline = of(*(("load", "x", *span) for span in spans), ("compute", "x", 0, 13))       # they may overlap
+    timeline = of(*(("load", "x", *span) for span in spans), ("compute", "x", 0, 13))       # spans may overlap
     idle = [not any(start <= cell < end for start, end in spans) for cell in range(13)]
     assert bubble(timeline, "load") == pytest.approx(sum(idle) / 13)
 
@@ -80,12 +80,12 @@ def test_without_a_gpu_a_mark_is_the_time_of_the_host():
 @pytest.mark.parametrize("drift", [0.0, 1e-4])
 @pytest.mark.parametrize("step", [0.001, 7.0, 100.0])
 def test_on_a_gpu_marks_become_seconds_of_the_hosts_clock_for_hours(monkeypatch, step, drift):
-    now = [0.0]                    # of the GPU; the host's clock is 5000 s ahead, and gains on it
+    now = [0.0]                    # the GPU's time; the host's clock is 5000 s ahead and drifts
 
     def host():
         return now[0] * (1 + drift) + 5000
 
-    class Event:                   # like CUDA's: float32 milliseconds between two
+    class Event:                   # like CUDA's: float32 milliseconds between two events
         def __init__(self, enable_timing):
             self.passed = False
 
@@ -96,7 +96,7 @@ def test_on_a_gpu_marks_become_seconds_of_the_hosts_clock_for_hours(monkeypatch,
             self.passed = True
 
         def elapsed_time(self, other):
-            assert self.passed and other.passed, "the host has not waited"
+            assert self.passed and other.passed, "the host must wait for both events first"
             return float(numpy.float32((other.at - self.at) * 1e3))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", lambda priority: None)
@@ -109,6 +109,6 @@ def test_on_a_gpu_marks_become_seconds_of_the_hosts_clock_for_hours(monkeypatch,
         assert clock.seconds(mark) == pytest.approx(host(), abs=1.1e-3)
     before = clock.mark()
     now[0] += 12e-6
-    # Without a new base, float32 would not tell these two apart
+    # float32 can tell these two apart only because the clock takes a new base now and then.
     assert clock.seconds(clock.mark()) - clock.seconds(before) == pytest.approx(12e-6, abs=1e-6)
     assert clock.seconds(early[0]) == pytest.approx(early[1] + 5000, abs=0.1 + drift * now[0])

@@ -1,10 +1,11 @@
-"""Chapters 03 to 08 by hand: formulas (by_hand.txt), first in symbols, tables, plans, and lanes.
+"""Compute the examples of chapters 03 to 08 with your own numbers: formulas (by_hand.txt), tables, plans and lanes.
 
     python -m tools.by_hand 05 --recompute 12 --project 3 --states 2 --kv 4 --question 1 --layers 6
-    python -m tools.by_hand 06 --draw slide.svg            with the lesson's numbers; --help lists the options
+    python -m tools.by_hand 06 --draw slide.svg            the lesson's numbers as a picture; --help lists options
 
-Times are in ms: of a history in one layer (03 to 05), a chunk (06), a page (07), a block in one layer (08). In
-lanes digits are layers or chunks, r is recomputed, q the question's rows, and a dot a bubble: the lane is idle.
+Times are in ms: of the history in one layer (03 to 05), of a chunk (06), of a page (07), of a block in one layer (08).
+In lanes a digit is the number of a layer or chunk, r means recomputing, q the question's rows. A dot is a bubble: the
+lane is idle.
 """
 
 import argparse
@@ -23,10 +24,12 @@ both_ends, tiered = map(importlib.import_module, ("06_bidirectional", "07_tiered
 
 
 def restored(plan: str, costs) -> tuple[list, list]:
-    """-> when the question is through each layer, by chapter 05's planner; what is done: lane, label, start, end."""
+    """Compute the times of a restoration with chapter 05's planner.
+
+    Returns: (time at which the question has passed each layer, spans (lane, label, start, end))."""
     through, spans = [], []
     for layer, way in enumerate(plan):
-        done, later = plan[: layer + 1], max(0, plan.count("R") - layer - 1)  # R that it passes after this one
+        done, later = plan[: layer + 1], max(0, plan.count("R") - layer - 1)  # R layers after this one; their share is subtracted below
         through.append(planned.plan_seconds(done + later * "R", costs) - later * costs.question)
         arrived = done.count("H") * costs.load_states + done.count("K") * costs.load_kv
         began = arrived - dict(H=costs.load_states, K=costs.load_kv).get(way, 0.0)
@@ -39,7 +42,9 @@ def restored(plan: str, costs) -> tuple[list, list]:
 
 
 def chapter_03(layers=4, kv=4.0, question=3.0):
-    """Options, as of each chapter -> numbers for the formulas, tables, and (title, spans) of lanes."""
+    """Compute a chapter's example. The arguments of each of these functions are its options, with the lesson's numbers.
+
+    Returns: (numbers for the formulas, tables, lanes as (title, spans))."""
     through, spans = restored("K" * layers, planned.LayerCosts(1.0, 1.0, 1.0, kv, question))
     return dict(ttft=through[-1], apart=layers * (kv + question)), [], [("", spans)]
 
@@ -59,7 +64,7 @@ def chapter_05(layers=6, recompute=12.0, project=3.0, states=2.0, kv=4.0, questi
     best, closed = planned.best_plan(layers, costs), planned.closed_form(layers, costs)
     plan, hidden = dict(best=best, paper=closed).get(plan, plan), "R" + "H" * (layers - 1)
     if len(plan) != layers:
-        raise ValueError(f"--plan has {len(plan)} letters, and there are {layers} layers: give one for each.")
+        raise ValueError(f"--plan has {len(plan)} letters for {layers} layers; give one letter per layer.")
     names = {"K" * layers: "chapter 03", hidden: "chapter 04", closed: "the paper's"}
     rows, lanes = [("plan", "through", "link idle", "processor idle", "")], {}
     for letters in dict.fromkeys([*names, ("RR" + hidden[2:])[:layers], plan, best]):
@@ -106,7 +111,7 @@ def chapter_07(pages=64, read=4.0, link=0.25, compute=4.0, question=10.0, timeou
 def chapter_08(weights=12.0, kv=1.5, rebuild=1.0, new=5.0, device=3, room=37):
     act, kvs = hybrid.algorithm_1(weights, rebuild, kv, device, room, 0, 1, 2)
     if min(act, kvs) < 0:
-        raise ValueError(f"--room {room} is too little to make both lanes even: give more half blocks.")
+        raise ValueError(f"--room {room} is too little to balance both lanes; give more half blocks.")
     first = max(0.0, weights / rebuild - device), max(0.0, rebuild * device - weights) / kv
     steps = [("", "ACT", "KV", "processor", "link", "half blocks"), ("begin", 0, 0, rebuild * device, weights, room)]
     for name, acts, more in ("make both even", *first), ("keep both even", act - first[0], kvs - first[1]):
@@ -122,16 +127,16 @@ def chapter_08(weights=12.0, kv=1.5, rebuild=1.0, new=5.0, device=3, room=37):
 
 
 def printed(words: list[str]) -> str:
-    """-> what a command prints. What cannot be ends in one sentence."""
+    """Return what a command prints. Wrong options end the process with one sentence."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     chapters = parser.add_subparsers(dest="chapter", required=True)
     for function in chapter_03, chapter_04, chapter_05, chapter_06, chapter_07, chapter_08:
         one = chapters.add_parser(function.__name__[-2:], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         for name, option in inspect.signature(function).parameters.items():
-            most = 80 if name in ("layers", "chunks") else 10**6  # what is drawn one by one
+            most = 80 if name in ("layers", "chunks") else 10**6  # these are drawn one by one
             kinds = {int: cli.bounded(int, 1, most), float: cli.bounded(float, 0.001, most), str: planned.plan}
             one.add_argument(f"--{name}", type=kinds[type(option.default)], default=option.default, help=" ")
-        one.add_argument("--draw", type=Path, metavar="FILE.svg", help="the same as a picture")
+        one.add_argument("--draw", type=Path, metavar="FILE.svg", help="also write the output as a picture")
     for one in parser, *chapters.choices.values():
         one.error = lambda message: sys.exit(f"by_hand: {message}; --help lists the options")
     arguments = vars(parser.parse_args(words))

@@ -1,10 +1,10 @@
-"""README.md and docs/*.md say what is so.
+"""Check README.md and docs/*.md against the code.
 
-    python -m tools.check_docs          name what is not, and exit with 1
+    python -m tools.check_docs          list what is wrong, and exit with 1 if there is anything
 
-Checked: the generated tables; every option of every chapter, with its default; that each chapter takes the commands that
-are shown, and what a lesson shows of tools.by_hand and tools.figure; links and files; names of code, where a page says in which file they
-are. What a lesson shows of a demo is compared by tests/test_demos.py, which runs them.
+Checked are: the generated tables; every option of every chapter, with its default; every command that is shown; the output of
+tools.by_hand and tools.figure in lessons; links and files; names of code, where a page says in which file they are.
+tests/test_demos.py runs the demos and compares their output with the lessons.
 """
 
 import argparse
@@ -27,21 +27,21 @@ CHAPTERS = sorted(path.stem for path in ROOT.glob("0[1-9]_*.py"))
 DRAWINGS = {"tools.by_hand": by_hand.printed, "tools.figure": figure.printed}
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.M | re.S)
 
-# 1. What pages and chapters hold ----------------------------------------------------------------------------
+# 1. Parse pages and chapters --------------------------------------------------------------------------------
 
 
 def prose(markdown: str) -> str:
-    """Without fenced blocks and comments."""
+    """Return a page without fenced blocks and comments."""
     return re.sub(r"<!--.*?-->", "", FENCE.sub("", markdown), flags=re.S)
 
 
 def spans(markdown: str) -> list[str]:
-    """What stands in backticks."""
+    """Return all texts in backticks."""
     return re.findall(r"(?<!`)`([^`]+)`(?!`)", prose(markdown).replace("\n", " "))
 
 
 def commands(markdown: str) -> list[list[str]]:
-    """The words behind `python` of every command."""
+    """Return the words after `python` of every command on a page."""
     lines = [line for _, content in FENCE.findall(markdown) for line in content.replace("\\\n", " ").splitlines()]
     found = []
     for line in [*lines, *spans(markdown)]:
@@ -62,13 +62,13 @@ def parser(chapter: str) -> argparse.ArgumentParser:
 
 
 def options(chapter: str) -> dict:
-    """Option -> its argparse action."""
+    """Return option -> its argparse action, for all options of a chapter."""
     actions = parser(chapter)._actions
     return {option: action for action in actions for option in action.option_strings if action.dest != "help"}
 
 
 def numbered(words: str) -> set[str]:
-    """'all', '03, 07' or '02 to 06, 08' -> the chapters' names."""
+    """Return the names of chapters, given 'all', '03, 07' or '02 to 06, 08'."""
     numbers = set()
     for part in words.replace("all", "01 to 09").split(", "):
         first, _, last = part.partition(" to ")
@@ -78,7 +78,7 @@ def numbered(words: str) -> set[str]:
 
 @cache
 def names_in(file: str) -> set[str]:
-    """The classes, functions and constants of a file, and the methods of its classes."""
+    """Return the names of a file's classes, functions and constants, and Class.method of its methods."""
     source = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
     names = set(exercise.functions(source))
     for node in ast.parse(source).body:
@@ -88,17 +88,17 @@ def names_in(file: str) -> set[str]:
 
 
 def anchors(markdown: str) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes of a page's headings."""
     headings = re.findall(r"^#+ +(.*)$", prose(markdown), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-# 2. What is checked: each yields sentences on what is not so, of a page or of all of them --------------------
+# 2. Checks: each yields a sentence for each error on a page ----------------------------------------------------
 
 
 def generated(page: Path, text: str):
     for name in report.out_of_date(text, report.read()) if page in report.PAGES else ():
-        yield f"the part {name} is not what was measured; run python -m tools.report"
+        yield f"the table {name} differs from the measured results; run python -m tools.report"
 
 
 def described_options(page: Path, text: str):
@@ -134,7 +134,7 @@ def shown_commands(page: Path, text: str):
                 yield f"{said}: {error}"
         elif program == "-m" and re.match(r"(benchmarks|examples|models|tests|tools)\.(?!NAME)", words[0]):
             path = ROOT / f"{words[0].replace('.', '/')}.py"
-            files = (path, ROOT / "benchmarks" / "measure.py") if path.is_file() else ()  # the second has options of all
+            files = (path, ROOT / "benchmarks" / "measure.py") if path.is_file() else ()  # measure.py has options of all benchmarks
             source = "".join(file.read_text(encoding="utf-8") for file in files)
             missing = [word for word in words if word.startswith("--") and f'"{word}"' not in source]
             if missing or not source:
@@ -147,14 +147,14 @@ def links_and_files(page: Path, text: str):
         place = (page.parent / path).resolve() if path else page
         if not place.exists() or anchor and anchor not in anchors(place.read_text(encoding="utf-8")):
             yield f"{target} leads nowhere"
-    for span in spans(text) if page.name != "production.md" else ():  # which is about others' files too
+    for span in spans(text) if page.name != "production.md" else ():  # this page names files of other projects, too
         folder = re.match(r"(benchmarks|common|docs|examples|models|tests|tools)/[\w./-]+$", span.replace("NAME-DEVICE.json", ""))
         if folder and not (ROOT / folder[0]).exists() and "/last" not in span:
             yield f"there is no {span}"
 
 
 def names(page: Path, text: str):
-    """`file.py`: `Name`, `Class.method`; and wherever `Class.method` stands alone."""
+    """Check names that follow a file, as in `file.py`: `Name`, `Class.method`, and in lessons every `Class.method`."""
     for line in re.sub(r"\n  (?=\S)", " ", prose(text)).splitlines():
         parts = re.split(r"`([\w/]+\.py)`: ", line)
         for file, words in zip(parts[1::2], parts[2::2]):
@@ -169,16 +169,17 @@ def names(page: Path, text: str):
 
 
 def numbers_by_hand(page: Path, text: str):
-    """The lines under a command of tools.by_hand or tools.figure are its output; `...` stands for any lines."""
+    """Compare the output below a command of tools.by_hand or tools.figure with its real output. A line `...` stands for any
+    lines."""
     for block in re.findall(r"^```console\n(\$ python -m tools\.(?:by_hand|figure) .*?)^```$", text, re.M | re.S):
         for command, shown in re.findall(r"^\$ python -m (.*)\n((?:[^$].*\n|\n)*)", block, re.M):
             (program, *words), pattern = command.split(), ".*".join(map(re.escape, re.split(r"^\.\.\.\n", shown, flags=re.M)))
             if not re.fullmatch(pattern, DRAWINGS[program](words) + "\n", re.S):
-                yield f"{command} prints something else"
+                yield f"{command} prints other output"
 
 
 def pasted() -> dict[str, str]:
-    """Chapter -> what its lesson shows of its demo."""
+    """Return chapter -> the output of its demo, as its lesson shows it."""
     text = "".join(page.read_text(encoding="utf-8") for page in LESSONS.glob("*.md"))
     return dict(re.findall(r"^```console\n\$ python (0[1-9]\w+)\.py --demo\n((?s:.*?))^```$", text, re.M))
 
@@ -187,7 +188,7 @@ def lessons(page: Path, text: str):
     if page.parent == LESSONS and page.stem in CHAPTERS:
         lines = [line for line in pasted().get(page.stem, "").splitlines() if line.strip() not in ("", "...")]
         if not 0 < len(lines) <= 15:
-            yield f"{len(lines)} lines of {page.stem} are pasted, and not 1 to 15"
+            yield f"{len(lines)} lines of the demo {page.stem} are pasted instead of 1 to 15"
 
 
 CHECKS = generated, described_options, shown_commands, numbers_by_hand, links_and_files, names, lessons
@@ -198,7 +199,7 @@ def main():
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         wrong += [f"{page.name}: {sentence}" for check in CHECKS for sentence in check(page, text)]
-    print("\n".join(wrong) or "The documents say what is so.")
+    print("\n".join(wrong) or "The documents agree with the code.")
     sys.exit(bool(wrong))
 
 

@@ -1,10 +1,10 @@
-"""Exercises: a chapter without the bodies of its central methods, and a judge of what is written there.
+"""Make exercises: copy a chapter without the bodies of its central methods, and judge the student's version of them.
 
     python -m tools.exercise 03             copy chapter 03 to exercises/, without these bodies
-    python -m tools.exercise 03 --check     say which rule is broken, and exit with 1; or with 0 if all hold
+    python -m tools.exercise 03 --check     exit with 0 if all rules hold; else print the first broken rule and exit with 1
     python -m tools.exercise 04-saving      a second exercise on chapter 04
 
-The judge runs tests of this project on the reader's file, in a process that ends when its time is up.
+The judge runs this project's tests on the student's file, in a process that is killed after a time limit.
 """
 
 import argparse
@@ -27,21 +27,25 @@ SLIPS = ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, T
 
 
 def rows(number: str, columns: int) -> list[list[str]]:
-    """-> rows of exercises.txt on a chapter: 3 columns on a method to write, 2 on a test."""
+    """Return the rows of exercises.txt for a chapter.
+
+    `columns`: 3 for rows about a method to write, 2 for rows about a test."""
     lines = Path(__file__).with_name("exercises.txt").read_text(encoding="utf-8").splitlines()
     found = [line.partition(" ")[2].split(" | ") for line in lines if line.startswith(f"{number} ")]
     return [row for row in found if len(row) == columns]
 
 
 def functions(source: str) -> dict[str, ast.FunctionDef]:
-    """Name, or Class.name -> the function."""
+    """Return name or Class.name -> the function, for all functions and methods in a source."""
     top = ast.parse(source).body
     places = [("", top), *((f"{node.name}.", node.body) for node in top if isinstance(node, ast.ClassDef))]
     return {owner + each.name: each for owner, body in places for each in body if isinstance(each, ast.FunctionDef)}
 
 
 def place_in_lesson(number: str, words: str) -> str:
-    """-> page:first-last line, of the paragraph with these words, and of tables and formulas behind it."""
+    """Return page:first-last, the lines of the lesson's paragraph that contains `words`.
+
+    Tables and formulas after the paragraph belong to it. Raises ValueError if no paragraph has the words."""
     page, first = f"docs/lessons/{CHAPTERS[number].stem}.md", 1
     for paragraph in re.split(r"\n\n(?![ |])", (ROOT / page).read_text(encoding="utf-8")):
         if words in " ".join(paragraph.split()):
@@ -51,10 +55,10 @@ def place_in_lesson(number: str, words: str) -> str:
 
 
 def emptied(number: str) -> str:
-    """-> the chapter's source, without the bodies of its central methods."""
+    """Return a chapter's source, with a task in place of the bodies of its central methods."""
     source = CHAPTERS[number].read_text(encoding="utf-8")
     lines, found = source.splitlines(), functions(source)
-    for name, words, task in sorted(rows(number, 3), key=lambda row: -found[row[0]].lineno):  # the last one first
+    for name, words, task in sorted(rows(number, 3), key=lambda row: -found[row[0]].lineno):  # from the last to the first, so that line numbers stay valid
         first = found[name].body[0]
         begin = first.end_lineno if ast.get_docstring(found[name]) else first.lineno - 1
         notes = *textwrap.wrap(f"To write: {task}", 100), f"Why: {place_in_lesson(number, words)}"
@@ -65,7 +69,9 @@ def emptied(number: str) -> str:
 
 @contextmanager
 def recorded_slips(raised: list):
-    """Note in `raised` a slip inside. What chapters raise on purpose has classes of its own."""
+    """Context manager: append an exception of type SLIPS to `raised`, and raise it again.
+
+    SLIPS are typical programming errors. Chapters use other classes for exceptions that they raise on purpose."""
     try:
         yield
     except SLIPS as error:
@@ -74,7 +80,9 @@ def recorded_slips(raised: list):
 
 
 def judge(number: str, path: Path, seconds: float = 120.0) -> str | None:
-    """Run the tests on a reader's file -> a sentence on the first rule that is broken, or None."""
+    """Run the tests of a chapter on a student's file, for at most `seconds`.
+
+    Returns: a sentence about the first broken rule, or None if all rules hold."""
     try:
         found = functions(path.read_text(encoding="utf-8"))
     except SyntaxError as error:
@@ -88,28 +96,28 @@ def judge(number: str, path: Path, seconds: float = 120.0) -> str | None:
     process.start()
     send.close()
     try:
-        late = f"After {seconds:.0f} s it has not ended: something goes round, or waits for what never comes."
+        late = f"After {seconds:.0f} s it has not ended: there is an endless loop, or a wait for an event that never comes."
         return receive.recv() if receive.poll(seconds) else late
     except EOFError:
-        return "The process that runs it has ended by itself."
+        return "The process that ran the tests has crashed."
     finally:
         process.kill()
         process.join()
 
 
 def run(number: str, path: Path, send):
-    """Load the file in place of the chapter, and send what the tests say. In a process of its own."""
-    import torch  # here, and not where nothing is judged
+    """Load a file in place of a chapter, run the tests, and send the judge's sentence. Runs in a process of its own."""
+    import torch  # imported here, since only the judge needs it
     os.chdir(ROOT)
     for stream in 1, 2:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    torch.set_num_threads(1)  # models are tiny
+    torch.set_num_threads(1)  # the models are tiny
     raised = []
     try:
         load(number, path, raised)
     except Exception as error:
         return send.send(f"{where(error, path)} ends the import: {error!r}.")
-    import pytest  # once the file is there
+    import pytest  # after the file was loaded as the chapter
     judging = Judging(number)
     code = pytest.main([*judging.files, "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"], [judging])
     sentence = judging.sentence or (code and f"pytest ends with {code!r}.")
@@ -120,7 +128,9 @@ def run(number: str, path: Path, send):
 
 
 def load(number: str, path: Path, raised: list):
-    """Import the file as the chapter; note in `raised` what its new methods raise, which the engine may survive."""
+    """Import a file as the chapter, and record in `raised` what its new methods raise.
+
+    The engine may contain such an exception, so that no test sees it."""
     spec = importlib.util.spec_from_file_location(CHAPTERS[number].stem, path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -130,7 +140,7 @@ def load(number: str, path: Path, raised: list):
 
 
 def recording_slips(function, raised: list):
-    """The function, or generator function, which notes slips."""
+    """Return a function, or generator function, that records slips in `raised`."""
     def generate(*given, **options):
         with recorded_slips(raised):
             return (yield from function(*given, **options))
@@ -138,21 +148,21 @@ def recording_slips(function, raised: list):
 
 
 def where(error: Exception, path: Path) -> str:
-    """-> the last line of the reader's file that the exception came through."""
+    """Return the last line of the student's file in an exception's traceback, or the file's name."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"Line {lines[-1]} of {path.name}" if lines else path.name
 
 
 class Judging:
-    """A plugin of pytest: runs the table's tests in their order, and makes a sentence of the first failure."""
+    """A plugin of pytest that runs the tests of exercises.txt in their order, and turns the first failure into a sentence."""
 
     def __init__(self, number: str):
         self.rules = [(f"tests/test_{test.replace('::', '.py::test_')}", rule) for test, rule in rows(number, 2)]
         self.files, self.sentence = sorted({test.partition("::")[0] for test, _ in self.rules}), None
-        self.rules.append(("", "The tests cannot begin:"))  # all others
+        self.rules.append(("", "The tests cannot begin:"))  # for errors outside of these tests
 
     def place(self, name: str) -> int:
-        """-> the number of the first rule that a test judges."""
+        """Return the number of the first rule that a test checks."""
         test, *words = re.split(r"[\[\]-]", name)
         for place, (judging, _) in enumerate(self.rules):
             begins, *needed = re.split(r"[\[\]-]", judging)
@@ -173,8 +183,8 @@ class Judging:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chapter", nargs="?", default="", help="01 to 09, or 04-saving")
-    parser.add_argument("--check", action="store_true", help="judge what was written in exercises/")
-    parser.add_argument("--again", action="store_true", help="begin again: what was written there is lost")
+    parser.add_argument("--check", action="store_true", help="judge your file in exercises/")
+    parser.add_argument("--again", action="store_true", help="begin again; your file is overwritten")
     arguments = parser.parse_args()
     chapter, *part = arguments.chapter.partition("-")
     number = chapter.zfill(2)[:2] + "".join(part)
@@ -184,15 +194,15 @@ def main():
     path = ROOT / (name := f"exercises/{CHAPTERS[number].stem}{number[2:]}.py")
     if arguments.check:
         if not path.is_file():
-            sys.exit(f"There is no {name} yet: python -m tools.exercise {number} makes it.")
+            sys.exit(f"There is no {name} yet; python -m tools.exercise {number} makes it.")
         sentence = judge(number, path)
-        print(sentence or f"All rules hold: compare it with {path.name}, or run it: PYTHONPATH=. python {name} --demo")
+        print(sentence or f"All rules hold. Compare your file with {path.name}, or run it: PYTHONPATH=. python {name} --demo")
         sys.exit(bool(sentence))
     if path.exists() and not arguments.again:
-        sys.exit(f"{name} is there already: --again makes it anew, and what you wrote there is lost.")
+        sys.exit(f"{name} exists already; --again makes it anew, and your changes are lost.")
     path.parent.mkdir(exist_ok=True)
     path.write_text(emptied(number), encoding="utf-8")
-    print(f"{name} is there: write what it says, and judge it with python -m tools.exercise {number} --check")
+    print(f"{name} is ready: write the methods, and check them with python -m tools.exercise {number} --check")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How tools.by_hand puts numbers on paper: formulas, tables, lanes, and all of it as a picture."""
+"""Format the output of tools.by_hand: formulas, tables, lanes, and a picture of all of them."""
 
 import re
 from pathlib import Path
@@ -8,14 +8,16 @@ from shell import charts
 
 
 def say(value) -> str:
-    """A number in three places, or from 10 on in two."""
+    """Format a number with at most three decimals, or two from 10 on. A string stays as it is."""
     if isinstance(value, str):
         return value
     return f"{round(value, 2 if abs(value) >= 10 else 3) + 0:,}".removesuffix(".0")
 
 
 def formulas(title: str, numbers: dict):
-    """Yield the lines under `title` in by_hand.txt that have all their numbers: what calculates, in symbols first."""
+    """Yield the formulas under `title` in by_hand.txt, first in symbols and then with `numbers` in their place.
+
+    A line that needs a number which is missing is left out."""
     page = Path(__file__).with_name("by_hand.txt").read_text(encoding="utf-8")
     for line in page.partition(f"{title}\n")[2].partition("\n\n")[0].splitlines():
         if {*re.findall(r"{(\w+)}", line)} <= numbers.keys():
@@ -25,7 +27,7 @@ def formulas(title: str, numbers: dict):
 
 
 def aligned(rows: list[tuple]) -> str:
-    """Numbers to the right, words to the left."""
+    """Format rows as a table, with numbers aligned to the right and words to the left."""
     widths = [max(len(say(cell)) for cell in column) for column in zip(*rows)]
     sides = [str.ljust if isinstance(cell, str) else str.rjust for cell in rows[-1]]
     lines = ("  ".join(side(say(cell), width) for side, cell, width in zip(sides, row, widths)) for row in rows)
@@ -33,7 +35,9 @@ def aligned(rows: list[tuple]) -> str:
 
 
 def chart(spans: list[tuple]) -> str:
-    """A column is 1 ms, where that fits."""
+    """Draw lanes. A column is 1 ms if the chart then has 12 to 80 columns.
+
+    `spans`: (lane, label, start, end), in ms."""
     timeline, last = Timeline(), max(end for *_, end in spans)
     timeline.spans = [Span(lane, label, start / 1e3, end / 1e3) for lane, label, start, end in spans]
     return charts.chart(timeline, round(last) if 12 <= last <= 80 else 64)
@@ -48,7 +52,7 @@ WORDS = '<text x="{0}" y="{1}" textLength="{2}" xml:space="preserve">{3}</text>\
 
 
 def picture(text: str) -> str:
-    """What is printed, as SVG. In lanes, what is busy has a colour, and what is idle is hatched."""
+    """Draw the printed text as SVG. In lanes, busy columns are colored, and idle ones are hatched."""
     parts, lines = [], text.splitlines()
     for y, line in enumerate(lines):
         began, _, row = line.rpartition("|")[0].partition("|")

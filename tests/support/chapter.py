@@ -1,4 +1,4 @@
-"""A chapter around the stub engine, for tests of the command line."""
+"""A chapter with the stub engine, for tests of the command line."""
 import sys
 import time
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""One engine factory for all tests: a tiny model whose answers depend on far context, and every chapter's
-Cache."""
+"""The engine factory of all tests: a tiny model with any chapter's Cache, and checks of its answers and pools.
+
+The model's answers depend on tokens far back in the context, so a wrong block changes an answer."""
 
 import functools
 import importlib
@@ -25,10 +26,10 @@ CHAPTERS = (
     "06_bidirectional", "07_tiered_storage", "08_hybrid_blocks",
 )  # fmt: skip
 baseline, paged, offload, hidden_states, planned, both_ends, tiers, hybrid = map(importlib.import_module, CHAPTERS)
-BANDWIDTH = 2e9  # bytes/s, of the modelled link
+BANDWIDTH = 2e9  # of the modelled link, in bytes/s
 CONTEXT = 512
 
-# name -> function(blocks of the device): a Cache. A chapter joins the contract with one line.
+# name -> function(device blocks) that returns a Cache. With a line here, a Cache takes part in the contract's tests.
 CACHES = {
     "none": lambda blocks: None,
     "host": lambda blocks: offload.HostCache(4 * blocks, BANDWIDTH),
@@ -41,7 +42,7 @@ CACHES = {
     "tiered, write_back": lambda blocks: tiered(blocks, "timeout", "write_back"),
     "tiered, both ends": lambda blocks: tiered(blocks, "both_ends", "write_through"),
 }
-# name -> function(blocks, block size): a Runner, with the base Cache
+# name -> function(blocks, block size) that returns a Runner; its engine has the base Cache
 RUNNERS = {"hybrid": lambda blocks, size: hybrid_runner(blocks, size)}
 FOLDERS = tempfile.TemporaryDirectory()
 
@@ -51,12 +52,14 @@ def modelled(blocks: int) -> StoredChunks:
 
 
 def chunk_files(folder: Path | None = None) -> StoredChunks:
-    """In a directory of its own, or in this one."""
+    """Return chunks stored in `folder`, or in a new temporary folder."""
     return in_directories([folder or Path(tempfile.mkdtemp(dir=FOLDERS.name))], 0.1)
 
 
 def tiered(blocks: int, prefetch: str, write: str, backend=None, **options):
-    """Chapter 07's Cache, with storage in a directory of its own or in `backend`."""
+    """Return chapter 07's Cache, with storage in `backend` or in a new folder.
+
+    `prefetch`, `write`: names of policies."""
     if backend is None:
         backend = open_backend(f"file:{tempfile.mkdtemp(dir=FOLDERS.name)}")
     options = {"threshold": 32, **options}
@@ -64,8 +67,9 @@ def tiered(blocks: int, prefetch: str, write: str, backend=None, **options):
 
 
 def own_cache(name: str):
-    """`my_cache:MyCache` -> function(blocks), for a Cache of the reader's own: called as MyCache(4 * blocks,
-    bytes/s)."""
+    """Return function(blocks) for the user's own Cache, named as `my_cache:MyCache`.
+
+    The class is called as MyCache(4 * blocks, bytes/s)."""
     module, _, kind = name.partition(":")
     made = getattr(importlib.import_module(module), kind)
     return lambda blocks: made(4 * blocks, BANDWIDTH)
@@ -73,7 +77,7 @@ def own_cache(name: str):
 
 @functools.cache
 def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu", on_host=False, depth: int = 3) -> Llama:
-    """plain_model, ready; `on_host`: its layers stay in host memory (chapter 08)."""
+    """Return plain_model prepared for a device. `on_host`: its layers stay in host memory (chapter 08)."""
     model = plain_model(seed, kv_heads, depth)
     model.digest = bytes([seed]) * 32
     if on_host:
@@ -86,8 +90,9 @@ def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu", on_host=Fa
 
 
 def plain_model(seed: int = 0, kv_heads: int = 2, depth: int = 3, **more) -> Llama:
-    """`depth` layers x 64, 4 heads, 300 tokens, random weights: large enough ones that early tokens change the
-    answer. `more`: fields of the config."""
+    """Return a model with `depth` layers of width 64, 4 heads, a vocabulary of 300, and random weights.
+
+    The weights are so large that early tokens change the answer. `more`: other fields of the config."""
     config = LlamaConfig(
         vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=depth, num_attention_heads=4,
         num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=CONTEXT, **more,
@@ -97,12 +102,14 @@ def plain_model(seed: int = 0, kv_heads: int = 2, depth: int = 3, **more) -> Lla
     for name, place in checkpoint.weights(model).items():
         place.copy_(torch.randn(place.shape, generator=generator) * 0.25)
         if name.endswith("norm.weight"):
-            place.add_(4.0 if "q_norm" in name else 1.0)  # the larger, the sharper is attention
+            place.add_(4.0 if "q_norm" in name else 1.0)  # large ones make attention sharp
     return model.eval().requires_grad_(False)
 
 
 def hybrid_runner(blocks: int, size: int = 16, plan=None, model=None, rows: int = 600, bandwidth=BANDWIDTH):
-    """Chapter 08's, by default with some blocks of each kind, and another division for each number of them."""
+    """Return chapter 08's Runner.
+
+    The default plan has some blocks of each kind; their shares depend on `blocks`."""
     if plan is None:
         shares = ((1, 1, 1, 1), (1, 0, 1, 1), (0, 3, 1, 0), (2, 1, 0, 1))[blocks % 4]
         counts = [blocks * share // sum(shares) for share in shares]
@@ -115,8 +122,9 @@ def make(
     cache="none", blocks: int = 64, block_size: int = 16, model=None, always_restore=True, runner=None,
     **options,
 ):  # fmt: skip
-    """An engine. `cache`: a name of CACHES, or a Cache. By default all that is offered is loaded: no clock
-    decides."""
+    """Return an engine. `cache`: a name in CACHES or RUNNERS, or a Cache.
+
+    By default every match is restored, so that no measured time decides what a test sees."""
     model = model or tiny_model()
     if cache in RUNNERS:
         cache, runner = None, RUNNERS[cache](blocks, block_size)
@@ -132,23 +140,23 @@ def draw(rng: random.Random, count: int) -> list[int]:
 
 
 def ask(engine, prompt: list[int], new: int = 6, **options) -> Request:
-    """Answer one prompt alone."""
+    """Answer one prompt, with no other request, and return its request."""
     return engine.generate([Request(list(prompt), new, options=options)])[0]
 
 
 def answer(model, prompt: list[int], new: int, chunk: int = baseline.PREFILL, **sampling) -> Request:
-    """Chapter 01's loop."""
+    """Answer one prompt with chapter 01's engine, and return its request."""
     return baseline.Engine(model, chunk=chunk).generate([Request(prompt, new, **sampling)])[0]
 
 
 def believe_slow(link):
-    """It was slow, and nothing is copied to learn whether it still is."""
+    """Make an engine believe that a link is slow, and prevent copies that would measure it again."""
     link.measured.record(1.0, 1.0)
     link.measured_from = 0
 
 
 def submit(engine, *requests: Request, steps: int = 0):
-    """Let these stand in line, in this order; then step so often."""
+    """Submit requests in this order, then make `steps` steps."""
     for request in requests:
         engine.submit(request)
     for _ in range(steps):
@@ -156,49 +164,51 @@ def submit(engine, *requests: Request, steps: int = 0):
 
 
 def until_over(engine, *requests: Request, seconds: float = 300.0):
-    """Step until all of these have an outcome. Fails if that takes too long: nothing will ever end them."""
+    """Step until all these requests have an outcome. Fails after `seconds`."""
     until = time.perf_counter() + seconds
     while any(request.outcome is None for request in requests):
-        assert time.perf_counter() < until, "a request is never over"
+        assert time.perf_counter() < until, "a request has no outcome in time"
         engine.step()
 
 
 def ask_and_evict(engine, prompt: list[int], new: int = 6) -> Request:
-    """Answer one prompt; then the device loses it."""
+    """Answer one prompt, then evict the device's pool."""
     request = ask(engine, prompt, new)
     evict(engine)
     return request
 
 
 def wait_until_idle(engine, seconds: float = 300.0):
-    """Step until nothing is under way. Fails if that takes too long: something was never released."""
+    """Step until the engine is idle. Fails after `seconds`: then something was never released."""
     until = time.perf_counter() + seconds
     while engine.busy:
-        assert time.perf_counter() < until, "something is still under way"
+        assert time.perf_counter() < until, "the engine is not idle in time: something was never released"
         engine.step()
 
 
 def evict(engine):
-    """The device loses all that is cached, when what is under way is over; and that is over, too."""
+    """Wait until the engine is idle, evict the device's pool, and wait until that is done."""
     wait_until_idle(engine)
     engine.evict("device")
     wait_until_idle(engine)
 
 
 def check_pools(engine):
-    """Settle: then no block is referenced, and index, free and cached blocks agree."""
+    """Wait until the engine is idle, then check its pools.
+
+    No block may be referenced, and the index, the free blocks and the cached blocks must agree."""
     wait_until_idle(engine)
     for name, pool in engine.pools.items():
         assert not any(pool.references), f"{name}: references are left"
         found = {block_key: block for block, block_key in enumerate(pool.key_of) if block_key is not None}
-        assert found == pool.block_of, f"{name}: what finds blocks differs from what they hold"
-        assert set(found.values()) == set(pool.cached), f"{name}: cached blocks and found ones differ"
+        assert found == pool.block_of, f"{name}: the index of blocks differs from their keys"
+        assert set(found.values()) == set(pool.cached), f"{name}: cached blocks differ from blocks in the index"
         assert all(pool.free[block] == (block not in pool.cached) for block in range(pool.size))
     assert not engine.filling and not engine.running and not engine.waiting
 
 
 class Oracle:
-    """Chapter 01's answers, and where its two best logits were too close to call."""
+    """Chapter 01's answers. It also knows which tokens were ties: the two best logits differ by less than CLOSE."""
 
     CLOSE = 1e-4
 
@@ -206,14 +216,14 @@ class Oracle:
         self.model, self.known = model or tiny_model(), {}
 
     def answer(self, prompt: list[int], new: int) -> tuple[list[int], list[bool]]:
-        """-> the tokens, and for each whether it was a tie."""
+        """Return (tokens, for each of them whether it was a tie)."""
         tokens, ties = self.known.get(tuple(prompt), ([], []))
         if len(tokens) < new:
             request, ties = Request(list(prompt), new), []
             request.sample = lambda logits: self.record(logits, ties)
             for _ in baseline.generate(self.model, request):
                 pass
-            assert len(ties) == len(request.new), "the oracle has not seen these logits"
+            assert len(ties) == len(request.new), "the oracle has not seen all logits"
             self.known[tuple(prompt)] = tokens, ties = request.new, ties
         return tokens[:new], ties[:new]
 
@@ -223,7 +233,7 @@ class Oracle:
         return int(best.indices[0])
 
     def judge(self, request: Request) -> str:
-        """ "equal", "tie" or "wrong"."""
+        """Compare a request's answer -> "equal", "wrong", or "tie" if it first differs at a tie."""
         tokens, ties = self.answer(request.tokens[: request.prompt_tokens], request.max_tokens)
         for ours, theirs, tie in zip(request.new, tokens, ties):
             if ours != theirs:
@@ -236,7 +246,7 @@ ORACLE = Oracle()
 
 
 def wrong_rows(engine) -> list[tuple]:
-    """Hidden states in host memory that can be found, and are not what the model computes."""
+    """Return (block, layer, row) of hidden states in host memory that can be found but differ from the model's."""
     wrong, store = [], getattr(getattr(engine.lower_tier, "cache", None), "store", None)
     for block_key, block in store.pool.block_of.items() if store else ():
         tokens = []
@@ -247,6 +257,6 @@ def wrong_rows(engine) -> list[tuple]:
         runner.forward([(request, len(tokens))], lambda *given, inputs=inputs: inputs.append(given[1]))
         for part, layer in zip(store.parts, engine.lower_tier.cache.layers):
             rows = inputs[layer][-store.pool.block_size :].unflatten(1, (-1, engine.lower_tier.cache.width))
-            far = (part[block][:, None] - rows).abs().amax(-1).amin(-1)  # a rank has some columns
+            far = (part[block][:, None] - rows).abs().amax(-1).amin(-1)  # a rank has only some of the columns
             wrong += [(block, layer, row) for row in (far > 1e-2).nonzero().flatten().tolist()]
     return wrong

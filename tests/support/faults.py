@@ -1,5 +1,6 @@
-"""Links that fail, are late, and write noise before they fail: for every Cache at once, since all copy over a
-Link. And files that do."""
+"""Inject faults into links and storage: copies that fail, are late, or write noise before they fail.
+
+All Caches copy over a Link, so the faults work for every chapter."""
 
 import random
 import threading
@@ -19,18 +20,20 @@ LANES = "load", "save", "storage"
 
 
 class Faults:
-    """Shares of copies: `failing` (nothing is copied), `late` (copied after up to `delay` seconds). Behind a
-    copy that failed, those of the same lane that follow within `noisy` copies fail too, late, and write NaN
-    before."""
+    """The faults to inject, and counts of those injected.
+
+    `failing`: share of copies that fail and copy nothing. `late`: share of copies that complete up to `delay` seconds
+    late. `noisy`: after a failed copy, up to `noisy` copies of the same lane write NaN, late, and then fail, too.
+    `lanes`: where faults are injected."""
 
     def __init__(self, rng: random.Random, failing=0.0, late=0.0, noisy=0, delay=0.02, lanes=LANES):
         self.rng, self.failing, self.late, self.noisy = rng, failing, late, noisy
         self.delay, self.lanes = delay, lanes
-        self.broken = dict.fromkeys(lanes, 0)  # how many more copies of the lane write noise
+        self.broken = dict.fromkeys(lanes, 0)  # how many of the lane's next copies write noise
         self.failed = self.delayed = 0
         self.pending: list[threading.Timer] = []
         self.due = threading.Event()
-        self.copies: list[tuple[Transfer, list, list]] = []  # each with what it writes and reads
+        self.copies: list[tuple[Transfer, list, list]] = []  # (transfer, destinations, sources)
 
     def copy(self, link: Link, *what) -> Transfer:
         dst, src, label, pairs = *what, *[None] * (4 - len(what))
@@ -63,19 +66,19 @@ class Faults:
         return None
 
     def later(self, link: Link, dst: list, src: list | None, label: str) -> Transfer:
-        """Write to `dst` after a while: `src`, or NaN and then fail."""
+        """Write `src` to `dst` after a random delay; if `src` is None, write NaN and then fail."""
         transfer = Transfer(link.name, label, sum(piece.nbytes for piece in dst))
 
         @torch.inference_mode()
         def write():
             for index, piece in enumerate(dst):
                 if src is None:
-                    piece.fill_(float("nan") if piece.is_floating_point() else -1)  # all bits set: NaN too
+                    piece.fill_(float("nan") if piece.is_floating_point() else -1)  # with all bits set, as a float this is NaN too
                 else:
                     piece.copy_(src[index])
             error = None if src is not None else OSError("injected, after noise")
             transfer.finish(transfer.issued, time.perf_counter(), error)
-            getattr(link, "wake", bool)()  # a GPU's wakes nobody
+            getattr(link, "wake", bool)()  # a GPU's link has no `wake`
 
         timer = threading.Timer(self.delay * self.rng.random(), write)
         timer.daemon = True
@@ -84,7 +87,7 @@ class Faults:
         return transfer
 
     def arrive(self):
-        """What is late arrives now, and nothing is late any more."""
+        """Complete all late copies now, and make no more copies late."""
         self.late = 0.0
         self.due.set()
         for timer in self.pending:
@@ -111,7 +114,7 @@ READ = {kind: kind.read for kind in (Storage, both_ends.ModelledStorage)}
 
 @contextmanager
 def faulty(*args, **shares):
-    """-> Faults, in force for all links until the end of the block."""
+    """Context manager: inject faults into all links, and into reads of storage, and return the Faults."""
     faults = Faults(*args, **shares)
     for kind in COPY:
         kind.copy = lambda link, *what: faults.copy(link, *what)

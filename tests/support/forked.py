@@ -1,4 +1,6 @@
-"""Scripts in processes forked from one that has imported PyTorch and `transformers`, which take some five seconds."""
+"""Run scripts in new processes that are forked from one that has imported PyTorch and `transformers`.
+
+This saves about five seconds each."""
 
 import multiprocessing
 import os
@@ -9,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OUTPUTS = "stdout", "stderr"
-# No chapter, since exercises put another one in its place
+# No chapter is preloaded, because exercises replace a chapter's file.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([
     "torch", "torch.nn.attention.bias", "transformers", "transformers.models.llama.modeling_llama", "hypothesis", "pytest", "numpy",
@@ -17,17 +19,20 @@ context.set_forkserver_preload([
 
 
 def run(folder: Path, *words, timeout: float = 600, **how) -> subprocess.CompletedProcess:
-    """Start it, and wait for its end."""
+    """Run `python *words` (see `start`) and wait until it ends, or kill it after `timeout` seconds."""
     process = start(folder, *words, **how)
     process.join(timeout)
-    process.kill()  # if it has not ended
+    process.kill()  # in case it has not ended
     process.join()
     outputs = ((folder / name).read_text("utf-8") for name in OUTPUTS)
     return subprocess.CompletedProcess(words, process.exitcode, *outputs)
 
 
 def start(folder: Path, *words, path: Path = ROOT, **environment) -> multiprocessing.Process:
-    """`python *words`: a script, or -m and a module, with options. `path` is looked in first; `folder` has the output."""
+    """Start `python *words`: a script, or -m and a module, then options.
+
+    `folder`: gets the files stdout and stderr. `path`: is searched first for modules. `environment`: more environment
+    variables."""
     for output in (outputs := [folder / name for name in OUTPUTS]):
         output.touch()
     process = context.Process(target=execute, args=([*map(str, words)], outputs, str(path), environment), daemon=True)
@@ -37,14 +42,14 @@ def start(folder: Path, *words, path: Path = ROOT, **environment) -> multiproces
 
 def execute(words: list[str], outputs: list[Path], path: str, environment: dict):
     from huggingface_hub import constants
-    constants.HF_HUB_OFFLINE = True  # as in HF_HUB_OFFLINE=1, read when it was imported
+    constants.HF_HUB_OFFLINE = True  # HF_HUB_OFFLINE=1 would come too late: it was read at the import
     os.environ.update(environment)
     os.chdir(ROOT)
     for stream, output in zip((sys.stdout, sys.stderr), outputs):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), stream.fileno())
         stream.reconfigure(encoding="utf-8", write_through=False, line_buffering=False)
     sys.path[:0] = [path]
-    sys.argv, sys.orig_argv = words[words[0] == "-m" :], [sys.executable, *words]  # by which ranks start each other
+    sys.argv, sys.orig_argv = words[words[0] == "-m" :], [sys.executable, *words]  # rank 0 starts other ranks with orig_argv
     if words[0] == "-m":
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:

@@ -1,24 +1,23 @@
-"""Who launches? What the host gives to a GPU for a question behind its history, counted on the emulated one.
+"""Count what the host launches on a GPU to answer a question after its history. The GPU is emulated.
 
     python -m tests.support.launches
 
-Of models of 3 and of 7 layers: so many launches a layer (kernels, and replays of graphs), so many besides, and
-copies by the copy engine. `eager`: without graphs. `scattered`: no free block is beside another.
-"""
+Models of 3 and of 7 layers give the launches per layer (kernels and replays of graphs), the launches besides, and the
+copies by the copy engine. `eager`: without graphs. `scattered`: no two free blocks are adjacent."""
 
 import random
 
 import torch
-import torch.nn.attention.bias  # before anything is emulated
+import torch.nn.attention.bias  # imported before torch.cuda is emulated
 
 from . import engines, streams, unordered
 
-WAYS = {"02": "none", "03": "host", "04": "hidden", "05": "planned", "07": "tiered"}  # each way's Cache
-BLOCKS, HISTORY = 100, 320  # on the device; tokens
+WAYS = {"02": "none", "03": "host", "04": "hidden", "05": "planned", "07": "tiered"}  # chapter -> its Cache
+BLOCKS, HISTORY = 100, 320  # device blocks; tokens
 
 
 def launched(way: str, depth: int, eager=False, scattered=False) -> tuple[int, int]:
-    """-> launches, and copies of blocks, for the third question about a document."""
+    """Return (launches, copies of blocks) for the third question about a document, in a model of `depth` layers."""
     prompt = engines.draw(random.Random(8), HISTORY + 15)
     with streams.emulate("early") as gpu, unordered.measured_before():
         cache = engines.CACHES[WAYS[way]](BLOCKS)
@@ -40,7 +39,7 @@ def launched(way: str, depth: int, eager=False, scattered=False) -> tuple[int, i
 
 
 def a_layer(way: str, **how) -> tuple[float, float, float]:
-    """-> launches a layer, copies a layer, and launches besides."""
+    """Return (launches per layer, copies per layer, launches besides)."""
     (few, copies), (many, more) = (launched(way, depth, **how) for depth in (3, 7))
     return (many - few) / 4, (more - copies) / 4, few - 3 * (many - few) / 4
 

@@ -1,9 +1,9 @@
-"""What a lesson shows of a demo beside what the demo prints: equal, but for what varies."""
+"""Compare the output that a lesson shows with the output that a demo prints, except for numbers that vary."""
 
 import re
 
 N = r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
-VARIES = [  # in what a demo prints: pattern, what becomes of it
+VARIES = [  # (pattern in a demo's output, replacement)
     (rf"^ *(?:compute|load|save|storage|link) *\|[^|]*\|(?: idle +{N}%)?$", "<a lane>"),
     (r"\|[#= ]+\| +(?=\d)", "<a bar> "),
     (r"\|[CBL]+\|", "<chunks>"),
@@ -21,7 +21,9 @@ VARIES = [  # in what a demo prints: pattern, what becomes of it
 
 
 def compared(printed: str) -> list[str]:
-    """The lines without what varies; lanes and nodes that follow each other as one, spaces as one."""
+    """Return the lines of an output, with the parts that vary replaced.
+
+    Empty lines are dropped. Consecutive lanes, and consecutive nodes, become one line; several spaces become one."""
     printed, lines = re.sub(r"[ \t]+$", "", printed, flags=re.M) + "\n", []
     for pattern, instead in VARIES:
         printed = re.sub(pattern, instead, printed, flags=re.M)
@@ -32,13 +34,15 @@ def compared(printed: str) -> list[str]:
 
 
 def first_difference(shown: str, printed: str) -> str | None:
-    """Between what a page shows and what a demo printed; a line `...` of the one may be any lines of the other."""
+    """Return the first difference between what a page shows and what a demo printed, or None.
+
+    A line `...` on the page stands for any lines."""
     printed, at, pieces = compared(printed), 0, re.split(r"^\.\.\.$", shown, flags=re.M)
     for number, piece in enumerate(pieces):
         lines = compared(piece)
-        if number and number == len(pieces) - 1:  # at the end
+        if number and number == len(pieces) - 1:  # the last piece is at the end
             at = max(at, len(printed) - len(lines))
-        elif number:  # the next place where it fits
+        elif number:  # find the next place where it fits
             fits = (start for start in range(at, len(printed)) if printed[start : start + len(lines)] == lines)
             at = next(fits, at)
         for line in lines:

@@ -1,4 +1,6 @@
-"""Tests on several ranks: each starts this file in processes of its own, and each of these does the same.
+"""Scenarios that run on several ranks.
+
+A test starts this file in one process per rank, and all ranks run the same scenario.
 
     python -m tests.support.ranks 2 traffic --keep kv --requests 10000 --seed 0
 """
@@ -26,7 +28,7 @@ ranked = importlib.import_module("09_tensor_parallel")
 
 
 class Losing:
-    """A back end in memory that loses things at random, and notes what it is asked."""
+    """A back end in memory that loses values at random, and records the calls of `exists` and `get` in `asked`."""
 
     def __init__(self, rng: random.Random, share: float):
         self.rng, self.share, self.pages, self.asked = rng, share, {}, []
@@ -46,7 +48,7 @@ class Losing:
 
 
 def divided(ranks: processes.Ranks, kv_heads: int) -> Llama:
-    """This rank's part of the tiny model."""
+    """Return this rank's part of the tiny model."""
     whole, sharding = engines.plain_model(kv_heads=kv_heads), ranked.Sharding(ranks)
     model = Llama(sharding.config(whole.config), whole.dtype)
     sharding.divide(model)
@@ -58,7 +60,9 @@ def divided(ranks: processes.Ranks, kv_heads: int) -> Llama:
 
 
 def cache_of(keep: str, ranks: processes.Ranks, model: Llama, blocks: int, backend=None) -> Cache:
-    """What chapter 09 keeps, with small pools."""
+    """Return one of chapter 09's Caches, with small pools.
+
+    `keep`: states, pages, kv or nothing."""
     if keep == "states":
         return ranked.ColumnsCache(ranks, 4 * blocks, engines.BANDWIDTH)
     if keep == "pages":
@@ -70,7 +74,7 @@ def cache_of(keep: str, ranks: processes.Ranks, model: Llama, blocks: int, backe
 
 
 def generated(ranks, arguments):
-    """Generated traffic, with copies that fail on one rank and not on another, and stores that lose pages."""
+    """Run generated traffic. Copies fail on one rank and not on another, and storages lose pages."""
     whole = engines.tiny_model(kv_heads=arguments.kv_heads)
     model, rng = divided(ranks, arguments.kv_heads), random.Random(ranks.rank)
 
@@ -94,8 +98,9 @@ def engine_of(ranks, arguments, backend=None):
 
 
 def again(engine, prompt: list[int], *others: Request) -> Request:
-    """Ask beside others, when the device has lost everything. The answer is chapter 01's, whatever
-    happened."""
+    """Evict the device's pool, then answer a prompt together with `others`, and check the answer against chapter 01's.
+
+    Returns: the prompt's request."""
     engines.evict(engine)
     request = Request(prompt, 6)
     engine.generate([*others, request])
@@ -105,7 +110,7 @@ def again(engine, prompt: list[int], *others: Request) -> Request:
 
 
 def bytes_over_the_link(ranks, arguments):
-    """Each rank loads its part."""
+    """Each rank loads only its part."""
     engine, prompt = engine_of(ranks, arguments), engines.draw(random.Random(0), 257)
     config = engines.tiny_model(kv_heads=arguments.kv_heads).config
     engines.ask(engine, prompt)
@@ -118,7 +123,7 @@ def bytes_over_the_link(ranks, arguments):
 
 
 def declining(ranks, arguments):
-    """One rank's link is believed to be slow: none loads."""
+    """If one rank believes that its link is slow, no rank loads."""
     engine, prompt = engine_of(ranks, arguments), engines.draw(random.Random(0), 257)
     engines.ask(engine, prompt)
     if ranks.rank == 1:
@@ -128,7 +133,7 @@ def declining(ranks, arguments):
 
 
 def ending(ranks, arguments):
-    """One rank ends while all step; none goes on for long."""
+    """One rank ends while all ranks step; the others must end soon, too."""
     everywhere = processes.BroadcastEngine(engine_of(ranks, arguments))
     everywhere.step()
     if ranks.rank == 1:
@@ -140,12 +145,12 @@ def ending(ranks, arguments):
 
 
 def commands(ranks, arguments):
-    """What rank 0 is asked, from another thread: answers, a cancel, an eviction, the end."""
+    """Another thread of rank 0 submits and cancels requests, evicts, and closes the engine; all ranks follow."""
     engine = engine_of(ranks, arguments)
     everywhere, oracle = processes.BroadcastEngine(engine), engines.Oracle(engines.tiny_model(kv_heads=arguments.kv_heads))
     if ranks.rank:
         everywhere.follow()
-        assert engine.lower_tier.cache.save_link.closed.is_set(), "what is on its way arrives, on every rank"
+        assert engine.lower_tier.cache.save_link.closed.is_set(), "pending copies complete on every rank before it ends"
         return
     rng = random.Random(0)
     asked = [Request(engines.draw(rng, 40), 8, temperature=float(number == 3)) for number in range(12)]
@@ -162,22 +167,24 @@ def commands(ranks, arguments):
 
 
 def sharing(ranks, arguments):
-    """Pages that other ranks, however many, have left in a directory; those of a head are written once."""
+    """Read pages that another number of ranks has left in a directory.
+
+    Each head's pages are written by one rank only."""
     backend, written = backends.open_backend(f"file:{arguments.storage}"), []
     put, backend.set = backend.set, lambda keys, values: written.extend(keys) or put(keys, values)
     engine, prompt = engine_of(ranks, arguments, backend), engines.draw(random.Random(0), 257)
-    assert (again(engine, prompt).cached_tokens > 0) == arguments.found  # what has come by then
+    assert (again(engine, prompt).cached_tokens > 0) == arguments.found  # with --found, pages of an earlier run
     engines.wait_until_idle(engine)
     if not arguments.found:
-        share = ranks.count // arguments.kv_heads  # ranks that have the same head
+        share = ranks.count // arguments.kv_heads  # ranks per KV head
         assert len(written) == (0 if ranks.rank % share else 16), written
     engine.evict("host")
-    assert again(engine, prompt).found == {"cpu": 256}, "all have what some have written"
+    assert again(engine, prompt).found == {"cpu": 256}, "all ranks find what some of them have written"
     engine.close()
 
 
 def lacking(ranks, arguments):
-    """One rank's storage has lost a page: none reads that, or what is behind it."""
+    """If one rank's storage has lost a page, no rank reads that page or the pages after it."""
     backend = Losing(random.Random(0), 0.0)
     engine, prompt = engine_of(ranks, arguments, backend), engines.draw(random.Random(0), 257)
     engines.ask_and_evict(engine, prompt)
@@ -199,18 +206,18 @@ def main():
     parser.add_argument("--keep", choices=["nothing", "kv", "states", "pages"], default="kv")
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--storage", metavar="DIR")
-    parser.add_argument("--found", action="store_true", help="of share: somebody has been here")
+    parser.add_argument("--found", action="store_true", help="in scenario share: the directory has pages of an earlier run")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     ranks = processes.join(arguments.count)
     torch.set_num_threads(1)
-    # Of the families, the one with the most that ranks could divide wrongly
+    # This kind of model has the most parts that sharding could get wrong.
     engines.plain_model = partial(engines.plain_model, qk_norm=True, no_rope_layers=(1,))
     for name in arguments.scenarios:
         arguments.scenario = name
         SCENARIOS[name](ranks, arguments)
-        ranks.barrier()  # what fails on any of them fails here
+        ranks.barrier()  # if another rank has failed, this fails
 
 
 if __name__ == "__main__":

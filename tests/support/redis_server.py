@@ -1,4 +1,4 @@
-"""A Redis of one's own, for tests: `with redis_server() as url`."""
+"""A Redis server for tests: `with redis_server() as url`."""
 
 import shutil
 import socket
@@ -13,7 +13,9 @@ from .serving import eventually
 
 @contextmanager
 def redis_server():
-    """-> its URL. Where redis-server or its Python client is missing, tests skip."""
+    """Context manager: start a Redis server and return its URL.
+
+    Skip the test if redis-server or its Python client is missing."""
     redis = pytest.importorskip("redis", reason="the Redis client is not installed: pip install -r requirements-dev.txt")
     if not shutil.which("redis-server"):
         pytest.skip("redis-server is not installed")

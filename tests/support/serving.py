@@ -1,4 +1,4 @@
-"""The server of the stub engine, or of another one, behind a real socket."""
+"""Serve the stub engine, or another one, on a real socket, and ask the server as a client does."""
 import http.client
 import json
 import threading
@@ -11,17 +11,19 @@ from shell.server import Server, listen, make_app
 from tests.support.stub import Engine
 
 INFO = dict(chapter="stub", model="tiny", device="cpu", dtype="float32")
-TIMEOUT = 300                      # seconds; no answer here takes more than a few
+TIMEOUT = 300                      # seconds; an answer takes a few at most
 ASK = dict(prompt="Hello", max_tokens=8)
 CHAT = dict(messages=[dict(role="user", content="Hello")], max_tokens=8, temperature=0)
 
 
 def strictly(raw):
-    """Read JSON as browsers do."""
-    return json.loads(raw, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    """Parse JSON as strictly as browsers do: NaN and Infinity fail the test."""
+    return json.loads(raw, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 class Reply:
+    """A complete HTTP reply."""
+
     def __init__(self, response):
         self.status, self.headers = response.status, response.headers
         self.kind = response.headers.get_content_type()
@@ -33,20 +35,21 @@ class Reply:
 
     @property
     def events(self) -> list:
-        """Of a stream: JSON objects, and the bare string [DONE]."""
+        """The events of a stream: JSON objects, and the string [DONE]."""
         assert self.status == 200 and self.kind == "text/event-stream", self.raw
         *parts, end = self.raw.decode().split("\n\n")
         assert end == "" and all(part.startswith("data: ") for part in parts)
         return [part[6:] if part == "data: [DONE]" else strictly(part[6:]) for part in parts]
 
     def error(self, status: int, kind: str = "invalid_request_error") -> str:
-        """The sentence of an error, after a look at its form."""
+        """Check the form of an error reply, and return its sentence."""
         assert self.status == status and self.kind == "application/json", self.raw
         assert set(self.json) == {"error"}
         return sentence(self.json["error"], kind)
 
 
 def sentence(error: dict, kind: str = "invalid_request_error") -> str:
+    """Check that an error's message is one sentence, and return it."""
     message = error["message"]
     assert set(error) == {"message", "type"} and error["type"] == kind, error
     assert message.endswith(".") and "\n" not in message and ". " not in message, message
@@ -54,11 +57,13 @@ def sentence(error: dict, kind: str = "invalid_request_error") -> str:
 
 
 class Client:
+    """A client of the server under test."""
+
     def __init__(self, port: int, server: Server, thread: threading.Thread):
         self.port, self.server, self.engine, self.thread = port, server, server.engine, thread
 
     def send(self, route: str, body=None, method: str | None = None, headers: dict | None = None):
-        """Ask, and return the connection; the answer is still to come. Closing it is to hang up."""
+        """Send a request, and return the connection without waiting for the answer. To close it means to hang up."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
         raw = body if isinstance(body, bytes | None) else json.dumps(body)
         connection.request(method or ("GET" if body is None else "POST"), route, raw, headers or {})
@@ -73,7 +78,7 @@ class Client:
 
 
 def run(server: Server) -> threading.Thread:
-    """Return a thread that runs the server's engine, since a test asks from the main one."""
+    """Run the server's engine on a new thread, since tests send requests from the main thread."""
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     return thread
@@ -81,7 +86,9 @@ def run(server: Server) -> threading.Thread:
 
 @contextmanager
 def serving(frontend, engine=None, info=INFO, **options):
-    """Yield a Client. Afterwards the engine's thread has ended and nobody is left."""
+    """Context manager: serve an engine and yield a Client.
+
+    At the end, the engine's thread must end, and no request may be left."""
     server = Server(engine or Engine(), frontend, info, **options)
     steps = run(server)
     listener = listen("127.0.0.1", 0)
@@ -101,8 +108,8 @@ def serving(frontend, engine=None, info=INFO, **options):
 
 
 def eventually(what):
-    """Wait until `what()` is true; a test that must fail does so after a generous deadline."""
+    """Wait until `what()` is true, and fail after 300 s."""
     deadline = time.monotonic() + 300
     while not what():
-        assert time.monotonic() < deadline, "it never came true"
+        assert time.monotonic() < deadline, "the condition did not become true in 300 s"
         time.sleep(0.01)

@@ -1,9 +1,8 @@
-"""An engine without a model behind it, for tests of the server and the command line.
+"""A stub engine without a model, for tests of the server and the command line.
 
-It answers with the prompt's tokens in circles, one per request in each step. `hold()` keeps it from
-beginning a step until `let()`; `hold_after(n)` lets it compute in n more steps; `error` is raised by the
-next step. With `explain` it prints the thread of each step, and whether it was closed in one.
-"""
+Its answer repeats the prompt's tokens, one token per request and step. `hold()` makes the next step wait until `let()`.
+`hold_after(n)` allows n more steps that compute. The next step raises `error`, if it is set. With `explain` it prints
+the thread of each step, and whether `close` was called during a step."""
 import importlib
 import threading
 import time
@@ -22,7 +21,7 @@ class Engine(RequestQueue):
         self.model, self.max_running, self.pause = model, max_running, pause
         self.pools = {name: paged.BlockPool(blocks, 16) for name in ("device", "host") if blocks}
         for pool in self.pools.values():
-            pool.block_bytes = 1024  # though nothing is in them
+            pool.block_bytes = 1024  # the pools have no memory
         self.gate, self.error, self.closed = threading.Event(), None, False
         self.left, self.asleep, self.asked = None, False, []
         self.stepping = False
@@ -84,7 +83,7 @@ class Engine(RequestQueue):
         if pool := self.pools.get("device"):
             pool.evict(list(pool.cached))
             blocks = pool.num_blocks(request.prompt_tokens + request.max_tokens)
-            request.table = pool.allocate(min(blocks, pool.available), after=-1)  # the first ones
+            request.table = pool.allocate(min(blocks, pool.available), after=-1)  # the pool's first blocks
         request.decisions.append("nothing was offered: the prompt is computed")
         self.running.append(request)
 

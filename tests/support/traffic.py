@@ -1,9 +1,8 @@
-"""Generated traffic: many small engines, shared documents, evictions, cancels, preemptions, salts and faulty
-copies.
+"""Run generated traffic on many small engines: shared documents, evictions, cancels, preemptions, salts, faulty copies.
 
     python -m tests.support.traffic --requests 100000 --seed 0 --cache host
 
-Every answer is compared with chapter 01's. Counts are printed; the exit code says whether all held.
+Every answer is compared with chapter 01's. The program prints counts; its exit code is 1 if an answer was wrong.
 """
 
 import argparse
@@ -22,7 +21,7 @@ SALTS = ["", "", "", "b"]
 
 
 def prompts_of(rng: random.Random, longest: int, documents: int = 4) -> list[list[int]]:
-    """Prompts that share beginnings, of which chapter 01 answers each once."""
+    """Return 30 prompts that begin with parts of the same `documents`."""
     texts = [engines.draw(rng, rng.randrange(20, longest)) for _ in range(documents)]
     prompts = []
     for _ in range(30):
@@ -34,9 +33,13 @@ def prompts_of(rng: random.Random, longest: int, documents: int = 4) -> list[lis
 def run(
     cache, requests: int, seed: int, share=0.05, make=engines.make, rank=0, until_wrong=False, longest=300, answer=24,
 ):  # fmt: skip
-    """Ask `requests` prompts of engines with this Cache -> what happened. On another `rank` the same
-    happens, and other copies fail. `until_wrong`: no more engines behind one that was wrong. `longest`, `answer`: tokens
-    of a document and of an answer, at most."""
+    """Send at least `requests` requests to engines with this Cache, one engine after the other.
+
+    `seed`: the same seed gives the same requests. `rank`: each rank gets the same requests, but other failing copies.
+    `share`: of copies that fail, and of copies that are late. `until_wrong`: stop after an engine that gave a wrong
+    answer. `longest`, `answer`: the most tokens of a document and of an answer.
+
+    Returns: counts of events."""
     model = engines.tiny_model(0, 4) if cache in engines.RUNNERS else None
     oracle, counts, rng, number = engines.Oracle(model), Counter(), random.Random(seed), 0
     while counts["requests"] < requests and not (until_wrong and counts["wrong"] + counts["failed"]):
@@ -61,9 +64,11 @@ def run(
 
 
 def burst(engine, rng: random.Random, prompts: list, oracle: engines.Oracle, counts: Counter, answer: int):
-    """Some requests at once; some are cancelled, in line or under way."""
+    """Submit some requests at once, and cancel some of them while they are queued or running.
+
+    Add to `counts` what happened to them."""
     if rng.random() < 0.5:
-        engine.evict("device")  # also what others may just be saving
+        engine.evict("device")  # even while blocks are being saved
     asked = []
     for _ in range(rng.randrange(1, 14)):
         options = dict(cache_salt=rng.choice(SALTS))
@@ -86,7 +91,7 @@ def burst(engine, rng: random.Random, prompts: list, oracle: engines.Oracle, cou
             continue
         if isinstance(request.outcome, Exception):
             in_steps = isinstance(request.outcome, Unavailable) and engine.pool.memory is None
-            counts["given_up" if in_steps else "failed"] += 1  # after three failures of a step in a row
+            counts["given_up" if in_steps else "failed"] += 1  # given up: a step failed three times in a row
             continue
         counts["tokens"] += len(request.new)
         counts["hits"] += bool(request.found)
@@ -95,7 +100,7 @@ def burst(engine, rng: random.Random, prompts: list, oracle: engines.Oracle, cou
 
 
 def on_gpu(cache, blocks: int, size: int, **options):
-    """engines.make, with the model on a GPU."""
+    """Call engines.make, with the model on a GPU."""
     model = engines.tiny_model(0, 2, "cuda")
     if cache in engines.RUNNERS:
         model = engines.tiny_model(0, 4, "cuda", on_host=True)
@@ -111,7 +116,7 @@ def main():
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     began = time.perf_counter()
-    share = 0.002 if arguments.cache in engines.RUNNERS else 0.05  # a step fails with any of its copies
+    share = 0.002 if arguments.cache in engines.RUNNERS else 0.05  # in chapter 08 a failed copy fails the whole step
     counts = run(arguments.cache, arguments.requests, arguments.seed, share)
     print(f"{arguments.cache}, seed {arguments.seed}, {time.perf_counter() - began:.0f} s: "
           + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))  # fmt: skip

@@ -1,9 +1,9 @@
-"""Guards of order on a GPU: chapter 03 on the emulated device, with one of them taken away.
+"""Remove one of the guards that order copies and computation on a GPU, and count wrong answers. The GPU is emulated.
 
     python -m tests.support.unordered
 
-A document is read, the device forgets it while it is still being copied out, another one takes its blocks,
-and questions about both follow. Each letter is an answer: `.` is chapter 01's, `x` is not.
+An engine of chapter 03 reads a document. The document is evicted while it is still being copied out, and another
+document gets its blocks. Then both are asked about. Each letter is an answer: `.` equals chapter 01's, `x` does not.
 """
 
 import io
@@ -24,59 +24,59 @@ from . import engines, streams
 
 
 def hold_nothing(self, lane, transfers, *held, given=(), then=lambda arrived: None):
-    """Cache.hold, but blocks are free at once."""
+    """A Cache.hold that references no blocks."""
     for pool, blocks in given:
         pool.release(blocks)
     self.in_flight[lane].append((transfers, (), then))
 
 
 def reads_padding(pieces, index, rows, *given, run=Pieces.run):
-    """A pass whose last layer's rows are read one row too late: the last one is nobody's."""
+    """A Pieces.run that returns rows shifted by one, so that the last row is padding."""
     run(pieces, index, rows, *given)
     return pieces.inputs[index + 1, rows.start + 1 : rows.stop + 1]
 
 
-# guard -> (whose it is, what is there instead, what goes wrong without it)
+# guard -> (the object that has it, replacements, the effect of its absence)
 GUARDS = {
     "wait_event": (
         "common.cuda_link.CudaTransfer", dict(queue_wait=lambda transfer: True),
-        "Copies are late: the question's rows read K and V of a layer before they have arrived."),
+        "Copies are late: the question reads K and V of a layer before they have arrived."),
     "wait_stream": (
         "torch.cuda.Stream", dict(wait_stream=lambda stream, other: None),
-        "(Chapter 04.) Compute is late: states are copied out before the step has made them."),
+        "(Chapter 04.) Compute is late: hidden states are copied out before the step has computed them."),
     "hold": (
         "common.cache.Cache", dict(hold=hold_nothing),
-        "Copies are late: the next document is written to blocks that a copy out has still to read."),
+        "Copies are late: the next document overwrites blocks that are still being copied out."),
     "ready": (
-        "common.cuda_link.CudaTransfer",  # and nobody waits for its span
+        "common.cuda_link.CudaTransfer",  # span must not wait, either
         dict(ready=property(lambda transfer: True), span=lambda transfer: (transfer.issued, transfer.issued)),
-        "Copies are late: blocks are found in host memory before their copy has written them."),
+        "Copies are late: blocks in host memory are found before their copy has completed."),
     "record_stream": (
         "torch.Tensor", dict(record_stream=lambda tensor, stream: None),
-        "(Copies of tensors that die.) The next tensor gets memory that a copy has still to read."),
+        "(Copies of temporary tensors.) The next tensor gets memory that a copy still reads."),
     "copied inputs": (
         engines.hidden_states.HiddenCache, dict(step_states=lambda cache, batch: cache.inputs),
-        "(Chapter 04.) The next pass overwrites the inputs of layers that are still to leave."),
+        "(Chapter 04.) The next pass overwrites inputs of layers that are still being copied out."),
     "kernels wait": (
         "torch.cuda.Stream", dict(wait_stream=lambda stream, other: None),
-        "(Scattered blocks.) Compute is late: a kernel copies out what is not written yet."),
+        "(Scattered blocks.) Compute is late: a kernel copies blocks out before they are written."),
     "kernels' memory": (
         "common.cache.Cache", dict(hold=hold_nothing),
-        "(Scattered blocks.) Copies are late: a kernel reads host blocks that are another document's by now."),
+        "(Scattered blocks.) Copies are late: a kernel reads host blocks that belong to another document now."),
     "padding": (
         "shell.pieces.Pieces", dict(run=reads_padding),
-        "(Graphs.) Rows that nobody has computed in this pass are taken for its own."),
+        "(Graphs.) Padding rows are taken for rows of the pass."),
 }  # fmt: skip
 
 
 def without(guard: str):
-    """-> a context in which a guard is missing."""
+    """Context manager: remove a guard."""
     owner, instead, _ = GUARDS[guard]
     return mock.patch.multiple(owner, **instead)
 
 
 def pageable():
-    """-> a context in which memory cannot be pinned."""
+    """Context manager: make the allocation of pinned memory fail."""
     def refuse(*args, pin_memory=False, original=torch.empty, **options):
         if pin_memory:
             raise RuntimeError("no memory\ncan be pinned here")
@@ -87,7 +87,9 @@ def pageable():
 
 @contextmanager
 def measured_before(speed: float = 1e9):
-    """Links and processors know how fast they are, and measure nothing."""
+    """Context manager: links and processors have known speeds, so nothing is measured.
+
+    `speed`: bytes per second of links, FLOP/s of the processor."""
     def measure(link):
         link.reap_completed()
         link.measured.forget()
@@ -100,17 +102,17 @@ def measured_before(speed: float = 1e9):
 
 
 def scene(cache=None, length: int = 70) -> str:
-    """Ask about two documents that push each other off the device -> a letter for each answer."""
+    """Ask about two documents that evict each other from the device. Returns: a letter for each answer."""
     rng, oracle, letters = random.Random(1), engines.Oracle(engines.tiny_model(3, 2)), ""
     engine = engines.make(cache or engines.offload.HostCache(64), 8, model=engines.tiny_model(3, 2, "cuda"))
-    engine.runner.pieces.check = lambda size: None  # it waits, and hurries copies
+    engine.runner.pieces.check = lambda size: None  # the check would make the host wait and let copies complete
     documents = [engines.draw(rng, length) for _ in range(2)]
     for number, settled in (0, False), (1, False), (0, True), (1, True), (0, False), (1, True):
         if settled:
             engines.wait_until_idle(engine)
         engine.evict("device")
         request = Request(documents[number] + engines.draw(rng, 4), 3)
-        with suppress(RequestError):  # what is not there yet may be NaN
+        with suppress(RequestError):  # K and V that have not arrived may be NaN
             engine.generate([request])
         letters += "x" if oracle.judge(request) == "wrong" else "."
     engines.wait_until_idle(engine)
@@ -119,7 +121,7 @@ def scene(cache=None, length: int = 70) -> str:
 
 
 def scattered(cache) -> str:
-    """The scene, on a device and a host of which no free block is beside another."""
+    """Run the scene with scattered blocks: the pools allocate no two adjacent blocks while they can avoid it."""
     with mock.patch.object(engines.paged.BlockPool, "find_free", every_other):
         return scene(cache)
 
@@ -130,7 +132,7 @@ def every_other(pool, count: int, after, room) -> list[int]:
 
 
 def kernels(rounds: int = 4) -> str:
-    """Copy scattered blocks out that are still being computed -> a letter for each time."""
+    """Copy out scattered blocks that are still being computed. Returns: a letter for each round."""
     link, letters = cuda_link.Link("save", Clock("cuda")), ""
     device, host = torch.zeros(8, 64, device="cuda"), torch.zeros(8, 64, pin_memory=True)
     for number in range(1, rounds + 1):
@@ -141,11 +143,11 @@ def kernels(rounds: int = 4) -> str:
 
 
 def temporary(rounds: int = 5) -> str:
-    """Copy out tensors that are forgotten at once -> a letter for each."""
+    """Copy out temporary tensors. Returns: a letter for each tensor."""
     link, hosts = cuda_link.Link("save", Clock("cuda")), [torch.empty(256, pin_memory=True) for _ in range(rounds)]
     for number, host in enumerate(hosts):
         link.copy(host, torch.full((256,), float(number), device="cuda"), "out")
-        torch.full((256,), -1.0, device="cuda")  # may get the memory of the one before
+        torch.full((256,), -1.0, device="cuda")  # may reuse the memory of the tensor above
     torch.cuda.synchronize()
     return "".join("." if host.eq(number).all() else "x" for number, host in enumerate(hosts))
 
@@ -170,7 +172,7 @@ def main():
                 letters += f"{SCENES.get(case, scene)():>14}"
             waits += gpu.waits.count("pageable copy")
         print(f"{case:14}{letters}{waits:8}")
-    print("\npinned memory: the host waits while the driver stages each copy: right, but nothing overlaps.")
+    print("\npinned memory: the host waits while the driver stages each copy. Answers are right, but nothing overlaps.")
     for guard, (*_, why) in GUARDS.items():
         print(f"{guard}: {why}")
 
