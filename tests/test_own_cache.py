@@ -37,8 +37,8 @@ def test_a_storage_class_of_ones_own_may_have_a_setting_of_any_name():
         open_backend(f"{__name__}:Shelf", dict(path="pages"))
 
 
-def test_the_lines_of_the_readme_that_use_the_engine_from_python_run(tmp_path):
-    code = re.search(r"## From Python\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+def test_the_lines_that_use_the_engine_from_python_run(tmp_path):
+    code = re.search(r"## From Python\n\n```python\n(.*?)```", (ROOT / "docs/one_request.md").read_text(), re.S)[1]
     (tmp_path / "lines.py").write_text(code)
     ran = forked.run(tmp_path, tmp_path / "lines.py")
     assert [line.split()[-1] for line in ran.stdout.splitlines()] == ["miss", "cpu_hit"] and "Pip" in ran.stdout, ran.stderr
