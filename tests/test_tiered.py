@@ -332,18 +332,18 @@ def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counte
 
 
 def test_an_eviction_waits_as_long_as_its_copy_takes_and_one_that_fails_or_is_late_is_lost_and_never_found(monkeypatch):
-    monkeypatch.setattr("common.link.HANG_SECONDS", 0.05)
+    monkeypatch.setattr("common.link.HANG_SECONDS", 0.25)
     rng = random.Random(0)
     with engine_on(Shelf(), write="write_back", blocks=16, host=32) as engine:
         link, counts = engine.lower_tier.cache.save_link, engine.counts
         right(engine, draw(rng, 200))
         wait_until_idle(engine)
-        link.bandwidth, fast = Bandwidth(12 * engine.lower_tier.cache.host.block_bytes / 0.2), link.bandwidth
+        link.bandwidth, fast = Bandwidth(12 * engine.lower_tier.cache.host.block_bytes / 1.0), link.bandwidth
         right(engine, draw(rng, 200))
         assert counts["pages_written"] > 0 and not counts["pages_lost"]
         wait_until_idle(engine)
         link.bandwidth, written = fast, counts["pages_written"]
-        with faulty(rng, failing=0.3, late=0.3, noisy=2, delay=0.2, lanes=["save"]) as faults:
+        with faulty(rng, failing=0.3, late=0.3, noisy=2, delay=0.6, lanes=["save"]) as faults:
             for prompt in rng.choices([draw(rng, 100) for _ in range(4)], k=24):
                 right(engine, prompt)
                 late = [transfer for transfer, *_ in faults.copies if not transfer.ready]

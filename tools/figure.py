@@ -85,7 +85,7 @@ def tree_of_pages() -> str:
     for title, pages, tiers in steps:
         for node in tree.change(pages):
             node.device, node.stored = "L1" in tiers, "L3" in tiers
-            node.places = [0] * len(node.pages) * ("L2" in tiers)
+            node.host_blocks = [0] * len(node.pages) * ("L2" in tiers)
         text += [f"{title}:", *branch(tree.root, "    "), ""]
     return "\n".join(text[:-1])
 
@@ -94,7 +94,7 @@ def branch(node, indent: str):
     """Yield a line for each node below `node`: its pages, and the tiers that hold them."""
     for child in node.children.values():
         pages = " ".join(f"p{page.tokens[0]}" for page in child.pages)
-        tiers = " L1" * child.device + " L2" * bool(child.places) + " L3" * child.stored
+        tiers = " L1" * child.device + " L2" * bool(child.host_blocks) + " L3" * child.stored
         yield f"{indent}[{pages}:{tiers}]"
         yield from branch(child, indent + "    ")
 
