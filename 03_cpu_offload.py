@@ -9,19 +9,23 @@ as soon as it is full, so that a later eviction need not wait for a copy. When a
 is no longer on the device, its blocks are copied back, layer by layer: a copy replaces a forward pass.
 
 If other requests can compute while the blocks are copied, they do, and this request joins them when all of
-its layers have arrived. If none can, the new question's rows follow the history through the layers: layer l
-is computed while layer l + 1 is copied. The time to first token (TTFT) is then the slower of the two plus one
-layer of the other, instead of their sum:
+its layers have arrived. If none can, the forward pass of the new question starts at once, one layer
+behind the copies: layer l is computed while layer l + 1 is copied. The time to first token (TTFT) is then the
+slower of copying and computing, plus one layer of the faster one. Without the overlap it would be their sum:
 
-    TTFT = max(link, compute) + one layer of the other      link: bytes / bandwidth, compute: the question
+    TTFT = max(link, compute) + one layer of the other
+
+    link: the bytes of the history / the bandwidth      compute: the forward pass of the question
 
 Loading pays if the link delivers a token's K and V faster than the processor computes them. Both speeds are
-measured. A prefix is loaded if that takes at most 0.8 of the time to compute it.
+measured. A prefix is loaded if that is estimated to take at most 0.8 of the time to compute it. There are two
+exceptions: `--always-restore` loads every prefix, and every eighth refusal in a row is loaded all the same,
+to measure the speed of loading again.
 
-`HostCache` is a Cache (common/cache.py): five methods and their helpers. examples/my_cache.py is the shortest
-one. Two rules hold for every Cache. First, it must keep a reference to all blocks that a copy reads or writes
-(`hold`) until the copy completes, even if the request ends before. Second, `match` must not find a block
-before its copy has completed.
+`HostCache` is a Cache (common/cache.py): five required methods, `poll`, and their helpers. The shortest Cache
+is examples/my_cache.py. Two rules hold for every Cache. First, it must keep a reference to all blocks that a
+copy reads or writes (`hold`) until the copy completes, even if the request ends before. Second, `match` must
+not find a block before its copy has completed.
 
 Sources: two tiers as in "KV Cache CPU Offloading" (part 12 of a series that rebuilds vLLM), which also uses
 the words gpu_hit, cpu_hit and miss; layer-by-layer loading as in CachedAttention (Gao et al., USENIX ATC '24,
@@ -60,17 +64,19 @@ class HostCache(Cache):
 
     fields = {"offload_after": (lambda value: isinstance(value, bool), "true or false")}
     longest_save = 5.0  # seconds; a longer copy out would keep its device blocks referenced for too long
-    last_tier = True  # do not evict a host block for one that was used less recently
+    # True: no tier below takes the blocks that host memory evicts. Then a save does not evict host blocks
+    # that were used later than the blocks to save
+    last_tier = True
 
     def __init__(self, blocks: int, bandwidth: modelled_link.Bandwidth | float | None = None):
         """`blocks`: blocks of host memory. `bandwidth`: of the modelled link, in bytes per second; None with
         a GPU."""
         self.blocks, self.bandwidth = blocks, bandwidth
         self.saving: dict = {}  # block key whose copy is in flight -> host block
-        self.looked_at: dict = {}  # request -> number of leading blocks that `save` has checked
+        self.looked_at: dict = {}  # request -> number of leading blocks that `save` has looked at
         self.pending_saves: dict = {}  # request (may be finished) -> block keys to copy out, oldest first
 
-    # The five methods of a Cache
+    # The five required methods of a Cache, and `poll`
 
     def attach(self, engine):
         super().attach(engine)
@@ -98,8 +104,11 @@ class HostCache(Cache):
             links.cancel(transfers)
 
     def save(self, batch):
-        """Schedule copies of the blocks that this step has filled, unless host memory has them. Each block of
-        a request is checked once."""
+        """Schedule copies of the blocks that each request has registered since its last `save`, unless host
+        memory has them.
+
+        The first `save` of a request also looks at the blocks that the request found on the device or
+        restored, because host memory may lack them."""
         for request, _ in batch.work:
             first, end = self.looked_at.get(request, 0), request.registered
             if first < end and request.options.get("offload_after", True):
@@ -143,7 +152,8 @@ class HostCache(Cache):
         """Copy out pending blocks, those of the latest request first, until host memory is full.
 
         A block that does not fit stays pending, even after its request has finished, until the device evicts
-        it. Then the later blocks of its chain are dropped, too, since nothing could find them without it."""
+        it. Then the later blocks of its chain are dropped as well, because `match` ends at the first missing
+        block."""
         there, room = self.pool.block_of, True
         for request, unsaved in reversed([*self.pending_saves.items()]):
             if unsaved and unsaved[0] in there and (self.after_gap(unsaved[0]) or not room):
@@ -157,17 +167,19 @@ class HostCache(Cache):
                 del self.pending_saves[request]
 
     def after_gap(self, block_key) -> bool:
-        """-> whether the parent block is missing from host memory."""
+        """-> whether the parent block is neither in host memory nor being copied to it."""
         return block_key.parent is not None and not self.has_block(block_key.parent)
 
     def save_blocks(self, request, block_keys: list) -> int:
         """Start to copy blocks to host memory, as many as fit there.
 
-        If the copies would take longer than `longest_save`, start only as many as it takes to measure the
-        link again, and none while another save is in flight. Returns: how many of `block_keys`, from the
-        first on, were started."""
+        If the link seems so slow that the copies would take `longest_save` or more, start only as many as a
+        new measurement of the link needs; and start none while another save is in flight, since that one
+        measures the link already.
+
+        Returns: how many of `block_keys`, from the first on, were started."""
         size, link = self.host.block_bytes, self.save_link
-        if link.seconds(len(block_keys) * size) >= self.longest_save:  # copy a little, to measure it again
+        if link.seconds(len(block_keys) * size) >= self.longest_save:  # copy a little, to measure the link
             block_keys = [] if self.in_flight["save"] else block_keys[: -(-link.measured_from // size)]
         if not block_keys:
             return 0
@@ -184,8 +196,8 @@ class HostCache(Cache):
         return fits
 
     def allocate_host(self, request, block_keys) -> list[int]:
-        """Allocate host blocks right after the block of their parent, with room for the rest of the
-        request."""
+        """Allocate host blocks: right after the host block of their parent if the blocks there are free, else
+        in a run of free blocks that is long enough for the whole request."""
         parent = block_keys[0].parent
         after = self.host.block_of.get(parent, self.saving.get(parent))
         room = self.host.num_blocks(request.prompt_tokens + request.max_tokens)
@@ -294,7 +306,11 @@ def add_arguments(parser):
 
 
 def host_blocks(model, arguments, block_bytes: int) -> int:
-    """-> the number of blocks in host memory: --cpu-blocks, or by default four times the device's blocks."""
+    """Return the number of blocks in host memory.
+
+    It is --cpu-blocks if that is given. The default is four times --gpu-blocks, or, without that option, four
+    times the blocks of --max-running requests of the model's longest context; but at most a quarter of the
+    host's free memory."""
     context = -(-model.config.max_position_embeddings // arguments.block_size)  # blocks
     useful, cpu = 4 * (arguments.gpu_blocks or arguments.max_running * context), torch.device("cpu")
     return cli.blocks_that_fit(arguments.cpu_blocks, useful, block_bytes, cpu, "--cpu-blocks")
