@@ -1,14 +1,17 @@
 """Chapter 05: restore each layer in its own way, so that no lane waits (HCache's bubble-free scheduler).
 
-The problem. Chapter 04 restores every layer from its hidden states. That takes as long as the slower of two
-lanes: the link, which copies, or the processor, which projects. The faster lane is idle for part of the time.
-The paper calls such an idle stretch a bubble.
+The problem. Chapter 04 restores every layer but the first from saved hidden states. That takes as long as the
+slower of two lanes: the link, which copies, or the processor, which projects. The faster lane is idle for
+part of the time. The paper calls such an idle stretch a bubble.
 
 The mechanism. A layer's K and V can be restored in three ways. They load the two lanes differently:
 
-    R   recompute from the tokens      much computing (the last R: one projection), nothing kept
-    H   project from hidden states     little computing, one transfer
-    K   load as K and V                no computing, two transfers (with multi-head attention)
+                                       the processor       the link copies
+    R   recompute from the tokens      computes much       nothing
+    H   project from hidden states     computes little     the hidden states
+    K   load as K and V                computes nothing    twice the bytes of H
+
+If query heads share KV heads (grouped-query attention), K has fewer bytes than that.
 
 The engine measures what each way costs. The planner then computes the time of every plan that has first R
 layers, then H layers, then K layers, such as RRHHHHHHHHKK. The link copies all H layers, then all K layers.
@@ -16,20 +19,26 @@ The processor first recomputes the R layers. It then goes through the layers in 
 when its states have arrived, and computes the question's rows once the layer's K and V are there. A plan's
 time ends when the question has passed the last layer.
 
-One plan serves all lengths and all loads. It is chosen so:
+The same plan is used for every history length, and for any number of simultaneous requests. It is chosen as
+follows:
 
-1. It is made for a history of 1,024 tokens.
-2. For a history of 512 tokens it must not be slower than K in all layers, which is chapter 03.
-3. Among the plans that are nearly as fast as the best one (within 10 %) and no slower than chapter 04, take
-   the plan whose busier lane has the least work for 512 tokens. If many requests are restored at once, each
-   lane serves all of them, one after another.
+1. The plans are compared for a history of 1,024 tokens.
+2. Keep the plan with K in all layers, which is chapter 03, and each plan that is faster than this one by 1 ms
+   or more for a history of 512 tokens.
+3. Of these, keep the plans that are nearly as fast as the best one and not slower than chapter 04. A plan is
+   nearly as fast if the best one takes at least 0.9 of its time. If all of them are slower than chapter 04,
+   keep only the best one.
+4. Of these, take the plan whose busier lane has the least work for 512 tokens. When many requests are
+   restored at once, the busier lane is the bottleneck, and this work is what each request adds to it.
 
-If the question costs as much as the history, as on the classroom model, the plan may be K in all layers.
-A plan divides layers and not tokens, because half of a layer's tokens take more than half of its time.
+On a very small model, such as the default one, computing the question takes about as long as restoring the
+history. Then the processor has no time to spare, and the plan may be K in all layers. A plan divides layers
+and not tokens, because half of a layer's tokens take more than half of the time of all of them.
 
-Each plan keeps different rows, so blocks of one plan are never found under another plan. The engine plans
-once, before the first request. A directory (`--disk`) remembers its plan: the next start uses that plan
-again, unless `--plan` names another one.
+What a block contains depends on the plan, so a block that was written under one plan cannot be used under
+another. Therefore the plan is a part of each block's key in storage. The engine plans once, before the first
+request. A directory (`--disk`) remembers the plan of its blocks. The next start uses that plan again, unless
+`--plan` spells out another one in letters.
 
 The paper has a closed form for a history without a question. C_H and C_token are the seconds to project and
 to recompute a layer. IO_H and IO_KV are the seconds to copy its hidden states and its K and V. Of L layers,
@@ -38,8 +47,9 @@ L_H are restored from hidden states, rounded up:
     if projecting is the slower lane    L_H = L IO_KV / (IO_KV + C_H - IO_H),            the others are K
     otherwise                           L_H = L C_token / (C_token + IO_H - C_H),        the others are R
 
-The paper recomputes all R layers in full. We project the last one, because the history needs only its K and
-V. So a plan with a single R computes as much as one with an H in its place: chapter 04 is the plan RHHH...
+The paper recomputes all R layers in full. Here the last one is only projected, because the history needs only
+its K and V. So a single R costs the processor as much as an H, but copies nothing. Chapter 04 is the plan
+RHHH...: the input of layer 0 is the embedding of the tokens, which need not be kept.
 
 Source: HCache (Gao et al., EuroSys '25), sections 4.1, 6.2 and 6.3.
 
@@ -73,9 +83,12 @@ from shell.frontend import Frontend
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states = importlib.import_module("04_hidden_state_cache")
 PLANNED, QUESTION = 1024, 32  # tokens of the history that the planner assumes, and of the question after it
-SHORTER = 512  # tokens of a history that must not be restored later than by chapter 03
-MIX = 1e-3  # least advantage of a mixed plan over chapter 03 there, in seconds: a mix has overheads
-BETTER = 0.9  # a plan is nearly the best if the best one takes at least this share of its time
+# For a history of this many tokens, the plan must not be slower than chapter 03 (K in all layers)
+SHORTER = 512
+# For that shorter history, any other plan must be faster than chapter 03 by at least this many seconds,
+# because mixing has costs that `plan_seconds` leaves out
+MIX = 1e-3
+BETTER = 0.9  # a plan is nearly as fast as the best one if best time >= 0.9 * the plan's time
 
 # 1. The planner --------------------------------------------------------------------------------
 
@@ -123,20 +136,23 @@ def divisions(layers: int) -> list[str]:
     """Return all plans that have first R layers, then H layers, then K layers."""
     return [
         "R" * recompute + "H" * hidden + "K" * (layers - recompute - hidden)
-        for recompute in range(layers)  # without R in all layers: such a plan would restore nothing
+        for recompute in range(layers)  # not R in all layers: that plan keeps nothing
         for hidden in range(layers - recompute + 1)
     ]
 
 
 def best_plan(layers: int, costs: LayerCosts, shorter: LayerCosts | None = None) -> str:
-    """Return the plan with the least `plan_seconds`; among ties, the plan that keeps the fewest bytes.
+    """Return the plan with the least `plan_seconds`. Among ties, it is the plan with the fewest K layers,
+    then with the fewest H layers.
 
-    `shorter`: costs of a shorter history. If given, drop the plans that are slower than K in all layers for
-    that history. Keep the plans that are nearly as fast as the best one left (BETTER), and no slower than
-    chapter 04. Return the plan among them whose busier lane has the least work for the shorter history.
+    `shorter`: costs of a shorter history. If given, choose in three steps instead. First, keep K in all
+    layers, and the plans that are faster than it by at least MIX for the shorter history. Of these, keep the
+    plans that are nearly as fast as the best one (BETTER) and not slower than chapter 04, or only the best
+    one if it is slower than chapter 04. Return the one whose busier lane has the least work for the shorter
+    history.
 
-    With grouped-query attention an H layer costs at least as much as a K layer on both lanes. Then the plan
-    has only R and K."""
+    With grouped-query attention an H layer costs at least as much as a K layer on both lanes. Then an H layer
+    never makes a plan faster."""
     plans, seconds = divisions(layers), partial(plan_seconds, costs=costs)
     order = lambda plan: (seconds(plan), plan.count("K"), plan.count("H"))  # noqa: E731
     if not shorter:
@@ -160,11 +176,13 @@ def closed_form(layers: int, costs: LayerCosts) -> str:
 
 
 def bound_seconds(layers: int, costs: LayerCosts) -> float:
-    """Return seconds that no plan can beat, even if it divides layers as finely as it likes.
+    """Return seconds that no plan can beat, even if it may restore parts of a layer in different ways.
 
     Let a second of the processor cost `price` and a second of the link 1 - `price`. A restoration of t
-    seconds uses each lane for at most t seconds, so it costs at most t. Hence the cost of the cheapest way
-    for each layer is a lower bound of t. The result is the largest of these bounds over all prices."""
+    seconds uses each lane for at most t seconds, so it costs at most t. So t is at least the sum, over the
+    layers, of the cheapest way's cost, plus the question's cost. One layer is left out of the sum, because
+    the last R layer is only projected, and so may cost less than any way here. The result is the largest of
+    these bounds over all prices."""
     # Seconds of each way on the processor and on the link
     ways = (costs.recompute, 0.0), (costs.project, costs.load_states), (0.0, costs.load_kv)
 
@@ -181,8 +199,9 @@ class PlannedCache(hidden_states.HiddenCache):
     """Chapter 04's Cache with a plan: `letters` has R, H or K for each layer and never changes."""
 
     def __init__(self, blocks: int, bandwidth=None, storage: StoredChunks | None = None, plan: str = "best"):
-        """`blocks`: host memory, in blocks of chapter 04. `bandwidth`: of a modelled link, in bytes per
-        second. `plan`: "best", "paper", or a letter for each layer."""
+        """`blocks`: the size of host memory, given as the number of chapter 04's blocks that would fill it.
+        The plan's blocks have another size, so their number differs. `bandwidth`: of the modelled link, in
+        bytes per second; None with a GPU. `plan`: "best", "paper", or a letter for each layer."""
         super().__init__(blocks, bandwidth, storage)
         self.asked = plan
 
@@ -202,8 +221,9 @@ class PlannedCache(hidden_states.HiddenCache):
     # Planning
 
     def choose_plan(self) -> str:
-        """Return the plan that `--plan` spells out. Without one, return the plan whose blocks storage holds:
-        the fastest, if it holds several plans. If it holds none, make a plan."""
+        """Return the plan that `--plan` spells out in letters. If it gives no letters, return the plan whose
+        blocks storage holds, or the fastest of them if storage holds blocks of several plans. If storage
+        holds none, make a plan."""
         layers, tokens = len(self.model.layers), min(PLANNED, self.model.config.max_position_embeddings // 2)
         self.question = self.measure_question(tokens)
         if self.asked not in ("best", "paper"):
@@ -217,7 +237,8 @@ class PlannedCache(hidden_states.HiddenCache):
     def measure_question(self, history: int) -> float:
         """Time one layer for the QUESTION rows that follow a history of `history` tokens.
 
-        Returns: how many prefill operations take as long; 0.0 if the pool is too small to measure it."""
+        Returns: the measured time as an equivalent number of arithmetic operations, which
+        `estimates.computing` turns into seconds; 0.0 if the pool is too small to measure it."""
         blocks = self.pool.num_blocks(history + QUESTION)
         if blocks > self.pool.available:
             return 0.0
@@ -245,7 +266,7 @@ class PlannedCache(hidden_states.HiddenCache):
 
     def seconds(self, start, end, locations):
         stored = self.store.stored(locations)
-        # Leave the question out: it has to be computed after a recomputed history too
+        # Leave the question out: it must be computed whether the history is restored or recomputed
         costs = self.costs(start, end, len(stored) / len(locations))._replace(question=0.0)
         queued = self.load_link.seconds(0) + (self.storage.seconds(stored, 0) if stored else 0.0)
         return plan_seconds(self.letters, costs) + queued
@@ -329,7 +350,8 @@ class PlannedCache(hidden_states.HiddenCache):
 
 
 def describe_plan(letters: str, costs: LayerCosts, tokens: int) -> dict:
-    """Return the plan as the page shows it above the lanes, with its predicted time and costs in ms."""
+    """Return the plan as the web page shows it above the timeline, with its predicted time and costs in
+    ms."""
     predicted_ms = 1e3 * plan_seconds(letters, costs)
     title = f"{tokens} tokens: {predicted_ms:.1f} ms predicted, with the question"
     legend = dict(R="recomputed", H="projected from hidden states", K="loaded as K and V")
@@ -365,7 +387,7 @@ def demo(model, frontend: Frontend, arguments):
     computed = min(way() for way in ways.values())  # ms without a cache; this also fills both caches
     machine, now = caches[1].estimates.machine, caches[1].estimates.computing.value
     for title, speed in larger.over_links(caches, caches[1].seconds_to_project(length)):
-        machine.fastest = now  # plan with the speed from which the link was made, not with the fastest seen
+        machine.fastest = now  # the computing speed from which this link's bandwidth was derived
         cache = PlannedCache(4 * larger.blocks, speed)
         ways["planned (05)"] = larger.way(cache)
         ways["planned (05)"]()  # fill the cache with what the plan keeps
