@@ -5,19 +5,20 @@ process ends. A service runs many engines, and each of them computes again what 
 
 The mechanism. A page is a block of K and V. Pages live on the device (L1), in host memory (L2), and in
 storage that many engines share (L3). One radix tree records which tiers hold each page. While a request is
-queued, the cache asks storage which of the request's pages it holds, and prefetches the pages that L1 and L2
-lack:
+queued, the cache asks storage which of the request's pages storage holds, and prefetches the pages that L1
+and L2 lack:
 
     tokens   0          320            800                        1792      16 tokens a page
     pages    |== L1 ====|==== L2 ======|:::::: L3 ::::::::::::::::|
-             found      | by layers    | prefetched into L2, and from there on to L1
+             found      | to L1        | prefetched into L2, and from there to L1
 
-The two copies form a pipeline: the link loads pages that are in L2 while storage reads later ones. Pages that
-are not in L1 when the request is admitted are loaded layer by layer (chapter 03).
+The two copies form a pipeline: while storage reads later pages, the link already loads pages that are in L2.
+Each of these loads copies all layers of its pages at once. The pages that are still not in L1 when the
+request is admitted are loaded layer by layer (chapter 03).
 
 The prefetch policy says how long a request waits for storage.
 
-    best_effort      not at all: the request uses the pages that have arrived at its turn
+    best_effort      not at all: the request uses the pages that have arrived when it could be admitted
     timeout          a fixed number of seconds, and more for each 1,024 missing tokens
     wait_complete    until all pages have arrived
     both_ends        until storage has answered which pages it holds; then the engine computes from the front
@@ -69,7 +70,8 @@ TALKS = 6  # conversations in the demo
 # How host memory, and a page in storage, order the axes
 # 0: layers, 1: pages, 2: K and V, 3: tokens of a page, 4: KV heads, 5: head size
 LAYOUTS = {
-    "layer_first": (0, 2, 1, 3, 4, 5),  # the device's order: K, or V, of a layer in adjacent pages
+    # The device's order: for each layer, K of all pages, then V of all pages
+    "layer_first": (0, 2, 1, 3, 4, 5),
     "page_first": (1, 3, 0, 2, 4, 5),  # a page is contiguous; within it, all layers of a token
     "page_first_direct": (1, 0, 2, 3, 4, 5),  # a page is contiguous; within it, all tokens of a layer
 }
@@ -90,7 +92,8 @@ class Node:
     host_blocks: list[int] = field(default_factory=list)  # one per page, or empty: not in host memory
     stored: bool = False
     wanted: bool = False  # the write policy wants it in the tiers below the device
-    first_request: int = 0  # id of the first request that had it on the device; 0: none, or `wanted`
+    # Id of the first request that had it on the device. 0: there was none yet, or `wanted` is True already
+    first_request: int = 0
 
     @property
     def is_local(self) -> bool:
@@ -169,8 +172,11 @@ class HiRadixTree:
     def change(self, pages):
         """Yield nodes that together hold exactly these pages, which may be of any chains.
 
-        The caller changes the state of each node, and must exhaust the iterator: changed nodes are joined
-        with their neighbours after it. A chain's head comes before its tail, because its `used` is later."""
+        The caller changes each node's state as it is yielded. It must run the loop to its end, because nodes
+        are joined with their neighbours only after the last node of their run.
+
+        Pages are sorted by `used`, latest first. In a chain, an earlier page always has the later `used`, so
+        the head comes first."""
         runs = []
         for page in sorted(pages, key=lambda page: -page.used):
             if not runs or runs[-1][-1] is not page.parent:
@@ -214,10 +220,14 @@ class Prefetch:
     request: Request
     chain: list  # BlockKeys of the request's full pages; after storage's answer, up to the last page to read
     until: float  # time.perf_counter() until which the policy waits
-    ended: bool  # start no more reads: all have arrived, too few are stored, no room, or the wait is over
+    # Start no more reads. Either too few tokens are missing, too few pages are stored, all pages have
+    # arrived, host memory has no room, a read has failed, or the wait is over
+    ended: bool
     pages_read: set  # BlockKeys of pages that have arrived from storage
     loaded: set  # BlockKeys of pages that were copied to the device before admission
-    pays: bool  # loading pays: the engine has decided so, or the policy (best_effort) does not wait
+    # Pages may be copied on to the device. Either the engine has decided that loading pays, or the policy is
+    # best_effort, under which no request waits
+    pays: bool
     asked_at: float = field(default_factory=time.perf_counter)
     answered: bool = False  # storage has answered which pages it holds
     reads: list = field(default_factory=list)  # Transfers of the reads that were started
@@ -227,11 +237,14 @@ class Prefetch:
 class TieredCache(offload.HostCache):
     """Chapter 03's host memory under a radix tree, with storage as the tier below it.
 
-    A page moves through these fields of its node, by these methods:
+    The drawing shows the three tiers, as fields of Node, and the methods that copy a page between them:
 
-        device -- save --> host_blocks -- write_l3 --> stored      on_evict, on_evict_l2: a page leaves a tier
-               <- restore,             <-- read_l3 ---             submitted, waits: prefetch while queued
+        device -- save --> host_blocks -- write_l3 --> stored
+               <- restore,             <-- read_l3 ---
                   load_ahead
+
+    `on_evict` and `on_evict_l2` are called when a page leaves a tier. `submitted` and `waits` prefetch while
+    the request is queued.
 
     `request.memo` is the request's Prefetch, or None."""
 
@@ -254,23 +267,27 @@ class TieredCache(offload.HostCache):
         layout: order of the axes in host memory (LAYOUTS).
         threshold: fewest tokens that a prefetch reads.
         timeout: seconds that the policy `timeout` waits, and further seconds for each 1,024 missing tokens.
-        io_backend: what copies on a GPU: "direct" (the copy engine), "kernel", or None (the link's rule)."""
+        io_backend: what copies on a GPU: "direct" (the copy engine) or "kernel"; with None, the link
+        chooses."""
         super().__init__(blocks, bandwidth)
         self.storage, self.write_policy, self.layout, self.io_backend = storage, write, layout, io_backend
         self.prefetch_policy, self.threshold, self.timeout = prefetch, threshold, timeout
-        self.unwritten: dict = {}  # pages to write to storage once they are in host memory
+        self.unwritten: dict = {}  # pages to write to storage; see `send_l3`
         self.writing, self.reading = set(), set()  # pages that storage is writing, and reading
 
     def attach(self, engine):
         super().attach(engine)
         for link in self.load_link, self.save_link:
-            link.backend = link.backend or self.io_backend  # set already if its kernels failed their test
+            # If the link's copy kernels have failed their test, it has set a backend already: keep that one
+            link.backend = link.backend or self.io_backend
         self.tree, self.host.on_evict = HiRadixTree(), self.on_evict_l2
-        if self.layout == "page_first":  # its bytes differ from the other layouts': use other keys
+        if self.layout == "page_first":  # its pages have other bytes, so they need other keys
             namespace = f"{self.model.digest.hex()} {self.model.dtype} kv page_first"
             engine.block_keys = paged.BlockKeys(namespace, self.pool.block_size)
         self.pages_at_once = max(1, READ // self.pool.block_size)
-        self.step_began = 0  # count of uses: write_back evicts no page from host memory that was used later
+        # The use counter at the start of this step. To make room for dirty pages, write_back does not evict
+        # host pages that were used since then
+        self.step_began = 0
         if self.storage:
             self.storage.open(engine.wake.set)
             self.measure_storage()
@@ -279,7 +296,7 @@ class TieredCache(offload.HostCache):
         """Return host memory [L, pages, 2, page size, KVH, hd], a view of memory in the order of `layout`."""
         order = LAYOUTS[self.layout]
         memory = super().host_memory([shape[axis] for axis in order])
-        self.array = as_integers(memory.movedim(order.index(1), 0))  # NumPy, by page: what storage keeps
+        self.array = as_integers(memory.movedim(order.index(1), 0))  # by page, as NumPy
         return memory.permute([order.index(axis) for axis in range(6)])
 
     # Saving: from the device to host memory (chapter 03), and on to storage, as the write policy says
@@ -310,7 +327,7 @@ class TieredCache(offload.HostCache):
             self.send_l3(wanted)
 
     def after_gap(self, block_key) -> bool:
-        """Return True if the parent page is missing from every lower tier and not on its way there."""
+        """Return True if the parent page is missing from every lower tier and not on its way to one."""
         gap = super().after_gap(block_key) and block_key.parent not in self.writing
         return gap and not any(node.stored for node, _ in self.tree.spans([block_key.parent]))
 
@@ -332,7 +349,8 @@ class TieredCache(offload.HostCache):
     def send_l3(self, pages=()):
         """Queue pages for storage, and start writes until a quarter of host memory is being written.
 
-        A page that is not in host memory yet is left out: `on_saved` queues it when it has arrived."""
+        A page that is not in host memory yet is dropped from the queue. `on_saved` queues it again once it
+        has arrived there. Under write_back, no pages are queued here."""
         if self.storage and self.write_policy != "write_back":
             self.unwritten.update((page, page) for page in pages)
         most, there = max(1, self.host.size // 4), self.host.block_of
@@ -343,7 +361,8 @@ class TieredCache(offload.HostCache):
     def write_l3(self, host_block_of: dict, leaving: bool = False):
         """Start to write pages to storage, if the write policy wants them there and storage lacks them.
 
-        A page after a gap in its chain is not written: no lookup would reach it.
+        A page is not written if its parent is in no tier and not on its way to one, because no lookup would
+        reach it.
 
         host_block_of: page -> its block in host memory. Blocks are referenced until the write completes.
         leaving: True if these blocks are being evicted: then copies of their contents are written."""
@@ -407,12 +426,12 @@ class TieredCache(offload.HostCache):
     def on_evict_l2(self, leaving: list):
         """Called before host blocks lose their contents: start to write pages that storage must still get.
 
-        Copies of the pages are written. Nothing is written if too many pages are being written already, or if
-        the writer hangs.
+        Copies of the pages are written. Nothing is written if the writer hangs, or if more pages are being
+        written already than both pools together have.
 
         leaving: (host block, page) pairs."""
         host_block_of = {page: host_block for host_block, page in leaving}
-        full = len(self.writing) > self.pool.size + self.host.size  # copies may take the memory of both pools
+        full = len(self.writing) > self.pool.size + self.host.size  # the copies' memory
         if self.storage and not (full or self.storage.writer.hangs):
             self.write_l3(host_block_of, leaving=True)
         for node in self.tree.change(host_block_of):
@@ -420,10 +439,10 @@ class TieredCache(offload.HostCache):
         self.count_lost(host_block_of if self.storage else ())
 
     def count_lost(self, pages):
-        """Count lost pages.
+        """Count those of `pages` that are lost.
 
-        The write policy wanted them in a lower tier. Now they are in no tier, and not on their way to
-        storage."""
+        A page is lost if the write policy wanted it in a lower tier, and it is now in no tier and not on its
+        way to storage."""
         lost = [page for node in self.tree.change(pages) if not node.is_local for page in self.to_write(node)]
         self.counts["pages_lost"] += len(lost)
         for node in self.tree.change(lost):
@@ -432,10 +451,11 @@ class TieredCache(offload.HostCache):
     # Prefetching: from storage to host memory while the request is queued
 
     def submitted(self, request):
-        """Called when a request is queued: ask storage which of its pages it holds.
+        """Called when a request is queued: ask storage which of the request's pages storage holds.
 
-        The question also marks the pages as used. `poll` reads the pages that neither pool has. While storage
-        is silent (it hangs or fails), only test whether it answers again, at most once per RETRY_SECONDS."""
+        Asking also marks these pages as recently used in storage. `poll` reads the pages that neither pool
+        has. While storage is silent (it hangs or fails), only test whether it answers again, at most once per
+        RETRY_SECONDS."""
         size, chain = self.pool.block_size, request.chain[: request.history // self.pool.block_size]
         if not self.storage or not chain:
             return
@@ -469,8 +489,11 @@ class TieredCache(offload.HostCache):
     def on_answer(self, prefetch: Prefetch, answer, arrived: bool):
         """Called when storage has answered which pages it holds: record them in the tree.
 
-        The prefetch's chain is cut after the last page to read. Pages that storage was believed to hold, but
-        lacks or holds only after a gap, are written again from host memory. Pages in no pool are lost."""
+        The prefetch's chain is cut after the last page to read; or after the pages that are in a pool, if
+        fewer than `threshold` tokens would be read.
+
+        Some pages were believed to be stored, or were due to be. If the answer says that storage lacks them,
+        or if they lie after the first missing page, `doubt` them, and count those in neither pool as lost."""
         chain, local, has = prefetch.chain, self.num_local(prefetch.chain), answer.value if arrived else []
         count = len(list(takewhile(bool, has[local:])))  # pages to read, up to the first gap
         if arrived:
@@ -484,7 +507,7 @@ class TieredCache(offload.HostCache):
         prefetch.answered, prefetch.chain = True, chain[: local + count if enough else local]
 
     def doubt(self, pages):
-        """Record that storage lacks these pages, and write those in host memory again."""
+        """Mark these pages as not stored. Except under write_back, queue those in host memory for writing."""
         for node in self.tree.change(pages):
             node.stored = False
         self.send_l3(pages)
@@ -555,10 +578,11 @@ class TieredCache(offload.HostCache):
         return waits or prefetch.load is not None  # admit it after this copy
 
     def offer(self, request) -> Match:
-        """Return a Match of the pages that storage holds.
+        """Return a Match of all tokens from `request.computed` to the end of the prefetch's chain.
 
-        Reading and loading overlap: together they take the longer of the two, plus the other one's time for
-        the pages of one read."""
+        A part of their pages may be in host memory already; storage holds the others. Reading and loading
+        overlap: together they take the longer of the two, plus the other one's time for the pages of one
+        read."""
         prefetch, block = request.memo, self.host.block_bytes
         tokens = len(prefetch.chain) * self.pool.block_size - request.computed
         pages = self.pool.num_blocks(tokens)
@@ -602,9 +626,10 @@ class TieredCache(offload.HostCache):
         self.counts.update(swap_ins=len(pages), bytes_in=copy.bytes)
 
     def credit(self, request, prefetch: Prefetch):
-        """Count pages that were loaded ahead as found in host memory or in storage.
+        """In `request.found`, move the tokens of pages that were loaded ahead from "gpu" to the tier from
+        which the pages came, "cpu" or "storage".
 
-        Admission has found them on the device, and counted them there in `request.found`."""
+        Admission has found these pages on the device, and has counted them there."""
         size, found = self.pool.block_size, Counter(request.found)
         ahead = prefetch.loaded.intersection(request.chain[: found["gpu"] // size])
         read = len(ahead & prefetch.pages_read)
@@ -633,7 +658,7 @@ class TieredCache(offload.HostCache):
         self.last_tier = not self.storage or self.storage.is_backlogged
         super().poll()
         self.step_began, now = next(self.engine.block_keys.uses), time.perf_counter()
-        for request in islice(self.engine.waiting, RETRY_REQUESTS):  # another engine may have written
+        for request in islice(self.engine.waiting, RETRY_REQUESTS):  # another engine may have stored pages
             asked = request.memo
             late = not asked or asked.ended and asked.answered and now > asked.asked_at + RETRY_SECONDS
             if late and not request.must_compute:

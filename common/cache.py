@@ -22,10 +22,10 @@ class Match:
 
     tokens: int  # never includes the request's last token, whose logits are needed
     seconds: float  # estimated time until all are restored, if nothing else runs; includes queued transfers
-    blocks: list  # where the tokens are (07: or a Prefetch); only the Cache itself reads this
+    blocks: list  # where the tokens are (in 07 also a Prefetch); only the Cache itself reads this
     found: dict | None = None  # source (a key of Request.found) -> tokens; default: all from "cpu"
     rows: int = 0  # rows that `restore` projects or computes in each layer (04, 05); 0: it only copies
-    share: float = 1.0  # share of each step that recomputing these tokens would get (06)
+    share: float = 1.0  # if they were recomputed, the share (0 to 1) of each step for this request (06)
     trial: bool = False  # the estimate says recompute; load anyway, to measure the speed
 
     def __post_init__(self):
@@ -33,10 +33,12 @@ class Match:
 
 
 class Cache:
-    """The state that a chapter keeps outside the device, and the way back to it. This class keeps nothing.
+    """What a chapter keeps outside the device, and how it gets it back onto the device. This class itself
+    keeps nothing.
 
-    A chapter implements five methods: `attach`, `match`, `restore`, `save` and `close`. All other methods are
-    helpers for these five, or optional. The docstring of an optional method says what to use it for."""
+    A chapter implements five methods: `attach`, `match`, `restore`, `save` and `close`. The driver calls
+    `poll` in every step; a chapter may extend it. All other methods are helpers for these, or optional. The
+    docstring of an optional method says what to use it for."""
 
     # The five required methods, in the order of their use
     def attach(self, engine: RequestQueue):
@@ -49,7 +51,8 @@ class Cache:
         self.estimates = engine.lower_tier.estimates  # speeds of this machine
 
     def match(self, request: Request):
-        """Say what can be restored. Called at admission, and again after each restoration of the request.
+        """Say what can be restored. Called at admission, and again after each complete restoration of the
+        request.
 
         Returns: a Match of tokens that follow `request.computed` (which may lie inside a block), or None. The
         tokens must be available now: nothing may be offered before it has arrived in this tier."""
@@ -59,8 +62,8 @@ class Cache:
 
         This is a generator. It starts copies and yields each Transfer that must complete before it continues.
         It yields None after a portion of work, so that other requests can run. It adds 1 to
-        `restoration.layers` when a layer's K and V are written, or (in 06) lowers `restoration.limit`, and
-        returns when all are.
+        `restoration.layers` when a layer's K and V are written. In 06 it lowers `restoration.limit` instead,
+        when tokens are restored. It returns when all layers (in 06: all tokens) are restored.
 
         The driver resumes it, and may close it at any yield. Therefore it must `hold` the blocks of a copy
         before the next yield."""
@@ -136,12 +139,13 @@ class Cache:
             time.sleep(1e-3)
 
     # Optional
-    fields: dict = {}  # request options that this chapter adds: name -> (test, words)
-    pools: dict = {}  # name -> BlockPool, shown by the page
+    fields: dict = {}  # request options that this chapter adds: name -> (test, words for a value that fails)
+    pools: dict = {}  # name -> BlockPool, for the web page
     storage = None  # a Storage or StoredChunks whose errors `poll` counts
 
     def submitted(self, request: Request):
-        """Start a prefetch (07). Called when a request is queued or re-queued; its `chain` is complete."""
+        """Start a prefetch (07). Called when a request is queued or re-queued. By then, `request.chain` has
+        the keys of all full blocks of its tokens."""
 
     def waits(self, request: Request) -> bool:
         """Return True to keep the request queued while its tokens are prefetched (07).
