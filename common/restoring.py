@@ -15,7 +15,8 @@ from common.cache import Cache, Match
 from common.link import Transfer, TransferError
 from common.requests import Interrupted, Request, RequestQueue
 
-GRACE = 0.05  # seconds that a restoration may be late before it fails: a busy host delays copies, too
+# Seconds that a restoration may be late before it fails, because a busy host can delay a healthy copy
+GRACE = 0.05
 
 
 @dataclass(eq=False)
@@ -25,12 +26,12 @@ class Restoration:
     The Cache restores tokens [limit, end): their K and V are in the request's blocks for the first `layers`
     layers. The engine computes tokens [start, limit) in ordinary steps of up to `portion` tokens.
 
-    In chapters 03 to 05 and 09, `limit` is `start`: `ends_met` is True from the start, `portion` is unused,
-    and the next step computes the tokens after `end`. Before each layer, its forward pass waits until the
-    layer's K and V of the restored tokens have arrived.
+    In all chapters except 06, `limit` stays at `start`. Then `ends_met` is True from the start, `portion` is
+    unused, and the next step computes the tokens after `end`. Before each layer, its forward pass waits until
+    the layer's K and V of the restored tokens have arrived.
 
-    In chapter 06, `limit` begins at `end`. The Cache lowers it as chunks arrive from the back, until it meets
-    the tokens that are computed from the front."""
+    Chapter 06 (and `both_ends` in 07) first sets `limit` to `end`. The Cache lowers it as chunks arrive from
+    the back, until it meets the tokens that are computed from the front."""
 
     request: Request
     match: Match
@@ -39,7 +40,7 @@ class Restoration:
     generator: Generator | None = None  # of Cache.restore; None: it has ended
     layers: int = 0  # layers whose K and V are restored
     awaited: Transfer | None = None  # what the generator yielded last, until it is complete
-    completed: list[Transfer] = field(default_factory=list)  # the earlier ones
+    completed: list[Transfer] = field(default_factory=list)  # transfers that it awaited earlier
     portion: int = 0  # tokens before `limit` that the next step may compute
 
     def __post_init__(self):
@@ -67,8 +68,8 @@ class Restoration:
         return len(self.request.tokens) if self.ends_met else min(self.limit, self.next + self.portion)
 
     def has_layers(self, layers: int) -> bool:
-        """Whether the next tokens can pass the first `layers` layers, because the K and V that they attend to
-        are restored."""
+        """Whether the first `layers` layers can be computed for the next tokens: the K and V that these
+        attend to are restored there."""
         return self.ends_met and self.layers >= layers
 
     @property
@@ -125,8 +126,8 @@ class Restorer:
         return waits and time.perf_counter() < request.wait_deadline
 
     def start_restoration(self, request: Request):
-        """Start to restore what the Cache offers, if that is faster than computing. The Cache issues its
-        first copies here.
+        """Start to restore the tokens that the Cache offers, if `decide` chooses to load them. The Cache
+        issues its first copies here.
 
         Called after admission, once the request has its blocks, and again after each complete restoration."""
         match = None if request.must_compute else self.cache.match(request)
@@ -160,7 +161,9 @@ class Restorer:
         """Resume one restoration, as far as `left` layer rows allow. Complete it if all its tokens are
         restored.
 
-        A layer row is one token in one layer. Returns: how many layer rows it has projected or computed."""
+        A layer row is one token in one layer. Returns: the layer rows of the layers that it has completed
+        now, or 0 if it only copies. Rows of an incomplete layer (in 05, recomputing takes several portions)
+        count once that layer is complete."""
         restoration, layers = request.restoration, self.depth
         before, rows = restoration.layers, restoration.match.rows
         if rows:  # it projects (04) or computes (05); copies alone (03) cost no rows
@@ -170,15 +173,16 @@ class Restorer:
         if request.restoration and restoration.is_complete:
             self.end_restoration(request)
             self.engine.register(request)
-            self.start_restoration(request)  # later tokens may be in another tier, or saved by now
+            self.start_restoration(request)  # for later tokens: in another tier, or saved since
         return (restoration.layers - before) * rows
 
     def before_layer(self, index: int, hidden: torch.Tensor, batch: "Batch"):  # noqa: F821
         """Wait until the K and V that layer `index` reads are restored, then show its input `hidden` [T, D]
         to the Cache. Called in the forward pass, before each layer.
 
-        Raises Interrupted if a request's next tokens have changed, if it was re-queued, or if a request
-        arrives. The engine then runs the step again."""
+        Raises Interrupted if the step's work is out of date: a request's next token is now another one, the
+        request is no longer running, or another request has arrived or was cancelled. The engine then runs
+        the step again."""
         if index == 0:
             self.waited = []
             torch.set_num_threads(max(1, self.threads - self.leaves_a_core(batch)))
@@ -197,9 +201,11 @@ class Restorer:
     def leaves_a_core(self, batch: "Batch") -> bool:  # noqa: F821
         """Return whether the pass must leave one core to the thread that copies.
 
-        True if the pass waits for copies only, and computes few rows compared with the tokens that are
-        restored. PyTorch's threads spin after each product. If a product used all cores, it would wait until
-        the copying thread gives its core back."""
+        True if one of the restorations only copies, and restores at least 8 times as many tokens as the pass
+        computes.
+
+        After each matrix product, PyTorch's threads keep their cores busy for a while. If they had all cores,
+        one of them would share a core with the copying thread, and every product would wait for that one."""
         matches = [request.restoration.match for request, _ in batch.work if request.restoration]
         rows = sum(count for _, count in batch.work)
         return any(not match.rows and 8 * rows <= match.tokens for match in matches)
@@ -242,8 +248,8 @@ class Restorer:
         """Run the Cache's generator until `layers` layers are restored, or until it yields a copy that has
         not arrived.
 
-        `wait`: True in a forward pass, which waits for that copy, unless the request computes its own tokens.
-        Otherwise the generator is resumed in a later step.
+        `wait`: True in a forward pass: block until that copy has arrived. If `wait` is False, or if the
+        request computes some of these tokens itself (06), return at once; a later call resumes the generator.
 
         If the generator raises, or a copy fails or is late, the restoration ends and its tokens are
         recomputed. Raises Interrupted in a forward pass if a request arrives or is cancelled."""
@@ -270,11 +276,11 @@ class Restorer:
                 request.computed = restoration.next
 
     def arrived(self, restoration: Restoration, wait: bool) -> bool:
-        """Return whether the generator can continue: the awaited copy is complete, or (on a GPU) ordered
-        before the work that is queued next.
+        """Return whether the generator can continue. It can if the awaited copy is complete; or, on a GPU, if
+        the compute stream has been told to wait for the copy, so that later work cannot overtake it.
 
-        `wait`: True in a forward pass. Then the GPU's stream waits for the copy, or without a GPU the host
-        does. Raises TransferError if the copy has failed or is late."""
+        `wait`: True in a forward pass. Then the GPU's compute stream waits for the copy; without a GPU, the
+        host waits. Raises TransferError if the copy has failed or is late."""
         engine, transfer, began = self.engine, restoration.awaited, self.engine.clock.mark()
         if not transfer.ready:
             if restoration.computes:
@@ -296,8 +302,8 @@ class Restorer:
         """End a restoration that failed, and have its missing tokens recomputed.
 
         The request returns to the queue and gets other blocks, because a late copy may still write to its old
-        ones. Those become free when their copies complete. If all layers of the arrived tokens are restored
-        (06), the request keeps its blocks and continues."""
+        ones. The old blocks become free when their copies complete. If the tokens that have arrived are
+        restored in all layers (06), the request keeps its blocks and continues."""
         request = restoration.request
         self.stop(restoration)
         request.decisions.append(f"{error}: computed")
@@ -311,10 +317,10 @@ class Restorer:
         until their copies complete (`Cache.hold`)."""
         restoration, request.restoration = request.restoration, None
         self.stop(restoration)
-        restored = restoration.end - restoration.limit  # the others were computed
+        restored = restoration.end - restoration.limit  # those before `limit` were computed
         if restoration.is_complete and restored:
             self.engine.counts["restored_tokens"] += restored
-            if not request.readmitted:  # it would count its own earlier work as a hit
+            if not request.readmitted:  # else it would count its own earlier work as a hit
                 for source, tokens in restoration.match.found.items():
                     request.found[source] = request.found.get(source, 0) + min(tokens, restored)
         for transfer in restoration.completed:
