@@ -2,8 +2,8 @@
 
 The problem. Chapter 01 reserves one contiguous piece of memory per request, as long as the request may
 become, and answers one request at a time. Most of that memory is never written. Two requests with the same
-beginning hold it twice. And a decode step reads all weights for one token, although the same read could serve
-sixteen.
+beginning hold it twice. And a decode step reads all weights to compute one token, although the same read
+could serve sixteen requests.
 
 The mechanism. Device memory is cut into blocks of 16 tokens. A request has a block table: a list of block
 numbers. It gets another block when its last one is full:
@@ -47,8 +47,8 @@ from shell import charts, lesson
 from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
-# A context of more bytes than this (K and V of one layer) gets its own attention call, because padding the
-# other contexts to its length would cost more
+# A context of more bytes than this (K and V of one layer) gets its own attention call. Padding the other
+# contexts to its length would cost more than the extra call
 PAD_LIMIT = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 # 1. Blocks -------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class BlockPool:
         self.references = [0] * blocks
         self.free = bytearray(b"\1" * blocks)  # 1: free. bytearray.find finds runs fast
         self.cached: dict[int, None] = {}
-        self.eviction_heap: list[tuple[int, int]] = []  # (last use, block); check it when popped: may be old
+        self.eviction_heap: list[tuple[int, int]] = []  # (last use, block); entries may be out of date
         self.key_of: list[BlockKey | None] = [None] * blocks
         self.block_of: dict[BlockKey, int] = {}
         self.on_evict = lambda lost: None  # called before eviction with a list of (block, block key)
@@ -112,8 +112,8 @@ class BlockPool:
     def make_room(self, count: int, own=(), used: int = 0) -> int:
         """Evict the least recently used cached blocks until `count` blocks are free.
 
-        Stop at the first block whose key is in `own`, since a chain must not evict its own blocks, or that
-        was used after `used` (0: no limit). Returns: how many of `count` blocks are free now."""
+        Stop at the first block whose key is in `own` (a chain must not evict its own blocks), or whose last
+        use is later than `used` (0: no limit). Returns: how many blocks are free now, at most `count`."""
         victims, shortfall = {}, count - self.free.count(1)
         while len(victims) < shortfall and self.eviction_heap:
             use, block = heapq.heappop(self.eviction_heap)
@@ -133,7 +133,7 @@ class BlockPool:
     def queue_eviction(self, block: int):
         """Put a cached block into the eviction heap, by the last use of its key."""
         heapq.heappush(self.eviction_heap, (self.key_of[block].used, block))
-        if len(self.eviction_heap) > 4 * self.size:  # most entries are duplicates
+        if len(self.eviction_heap) > 4 * self.size:  # most entries are out of date
             self.eviction_heap = sorted((self.key_of[cached].used, cached) for cached in self.cached)
 
     def find_free(self, count: int, after: int | None, room: int) -> list[int]:
@@ -191,9 +191,10 @@ class BlockPool:
 class Batch:
     """The tokens of one step as a flat batch, the slots to write their K and V to, and the slots to read.
 
-    Requests that compute one token each are read together: their contexts are gathered and padded to the same
-    length. Long contexts and portions of prefill are read one by one, without a copy where their blocks are
-    adjacent. Slots that were never written must not be read: they may hold NaN, and 0 * NaN is NaN."""
+    The contexts of requests that compute one token each are read together: they are gathered, and padded to
+    the same length. Long contexts, and those of prefill portions, are read one by one. If the blocks of such
+    a context are adjacent, it is read in place, without a copy. Slots that were never written must not be
+    read: they may hold NaN, and 0 * NaN is NaN."""
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]]):
         """`work`: (request, tokens) pairs: how many of its next tokens each request computes."""
@@ -214,7 +215,7 @@ class Batch:
         longest = max(map(len, tables[:num_padded]), default=0)
         for table in tables[:num_padded]:
             table += table[:1] * (longest - len(table))
-        lists = [tokens, positions, slots, last, *tables]  # one upload: on a GPU each costs the host 10 us
+        lists = [tokens, positions, slots, last, *tables]  # upload once: each upload to a GPU takes 10 us
         flat = list(itertools.chain.from_iterable(lists))
         numbers = upload(flat, device).split_with_sizes([*map(len, lists)])
         # [T] each; `last_rows` [R] are the rows to sample from
@@ -313,7 +314,7 @@ class Runner:
 # 4. The lower tier -----------------------------------------------------------------------------
 
 class NoLowerTier:
-    """The tier below device memory: in this chapter there is none. Chapter 03 puts a Restorer in its place.
+    """An empty tier below device memory, because this chapter has none. Chapter 03 replaces it by a Restorer.
     The engine calls these methods in the order of a step."""
 
     busy = False  # whether transfers are in flight, even if no request waits for them
@@ -332,7 +333,7 @@ class NoLowerTier:
     def resume_restorations(self, running): return running
     # Before each layer: wait for the K and V that it will read. `hidden` [T, D] is the layer's input
     def before_layer(self, index, hidden, batch): ...
-    # After the pass: save its K and V, and return the (start, end) times at which it waited
+    # After the pass: save its K and V. Return (start, end) of each span in which the pass waited
     def after_pass(self, batch, began, ended): return ()
     # A request finished, failed, was cancelled or preempted: forget it
     def finished(self, request): ...
@@ -354,7 +355,7 @@ class Engine(RequestQueue):
         self.token_budget, self.max_running = token_budget, max_running
         self.clock = Clock(self.model.device)
         self.block_keys = BlockKeys(f"{self.model.digest.hex()} {self.model.dtype} kv", self.pool.block_size)
-        self.filling: dict[BlockKey, Request] = {}  # blocks that a running request will fill
+        self.filling: dict[BlockKey, Request] = {}  # block -> the running request that will fill it
         self.work: list[tuple[Request, int]] = []  # (request, tokens) of the current step
         salt = (lambda v: isinstance(v, str) and len(v) <= 256), "a string of at most 256 characters"
         self.fields, self.pools = {"cache_salt": salt}, {"device": self.pool}
@@ -430,7 +431,7 @@ class Engine(RequestQueue):
         room = pool.num_blocks(request.prompt_tokens + request.max_tokens) - len(hits)
         blocks = pool.allocate(empty, hits[-1] if hits else None, room)
         request.table, request.registered = hits + blocks, len(hits)
-        if not request.readmitted:  # it would count its own earlier work as a hit
+        if not request.readmitted:  # else it would count its own earlier work as a hit
             request.found = {"gpu": request.computed} if hits else {}
         for block_key in chain[len(hits) :]:
             self.filling.setdefault(block_key, request)
@@ -628,7 +629,7 @@ def demo(model, frontend: Frontend, arguments):
 # 7. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
-    """Add the options of this chapter, which all later chapters have, too."""
+    """Add the options of this chapter. All later chapters have them as well."""
     number, add = functools.partial(cli.bounded, int, 1), parser.add_argument
     add("--gpu-blocks", type=number(1 << 24), metavar="N", help="blocks in device memory (as many as useful)")
     add("--block-size", type=number(1 << 16), metavar="N", default=16, help="tokens per block (16)")
