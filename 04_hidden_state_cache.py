@@ -3,27 +3,29 @@
 The problem. Recomputing a lost KV cache leaves the link idle. Copying it from host memory (chapter 03) leaves
 the processor idle.
 
-The mechanism. A layer's K and V are projections of its normed input, the hidden states; RoPE then rotates K
-by its position. With multi-head attention, a layer's input is half as large as its K and V together. (With
-grouped-query attention it is as large or larger, and chapter 03 is the better choice.) So this chapter saves
-the hidden states, T tokens of D numbers per layer. To restore, layer l is projected while layer l + 1 is
-copied:
+The mechanism. The input of a layer is called its hidden states. The layer norms them and projects them to K
+and V; RoPE then rotates each K by its token's position. With multi-head attention, a layer's input is half as
+large as its K and V together. (With grouped-query attention it is as large or larger, and chapter 03 is the
+better choice.) So this chapter saves the hidden states. To restore K and V, layer l is projected while layer
+l + 1 is copied. Projecting a layer takes fewer operations than computing it. For T tokens of D numbers each:
 
-    projecting costs 4 T D^2 operations a layer, computing it 24 T D^2 + T^2 D:  6 + T / (4 D) times as much
+    projecting    4 T D^2
+    computing     24 T D^2 + T^2 D,    which is 6 + T / (4 D) times as much
 
-These are the paper's counts, for an MLP of width 4 D. The new question's rows follow through the layers as in
-chapter 03. The time to first token (TTFT) is therefore about max(link, projecting + question) plus one layer
-of the other.
+These are the paper's counts, for an MLP of width 4 D. The new question is computed one layer behind the
+copies, as in chapter 03. The time to first token (TTFT) is therefore about max(link, projecting + question)
+plus one layer of the other.
 
 Saving must not delay the next token, so it has two stages. Stage one: one transfer copies the states of one
 or several steps to a snapshot buffer in host memory. Stage two: a thread sorts the rows of the buffer into
-blocks, where all rows of a layer are adjacent. A restoration reads one layer of many tokens, but a decode
-step writes all layers of one token. If the buffer is full, the rows are dropped, and no later rows of that
-request are saved.
+blocks, where all rows of a layer are adjacent. Sorting is needed because a restoration reads one layer of
+many tokens, but a decode step writes all layers of one token. If the buffer is full, the rows are dropped,
+and no later rows of that request are saved.
 
-Two departures from the paper. Its states leave layer by layer, during the step (benchmarks/variants.py
-measures both). Its chunks have 64 tokens; here a block has the device's block size (`--block-size 64`) and
-the same keys. With `--disk`, blocks are kept in files, too.
+Two departures from the paper. The paper copies the states out layer by layer, during the step; here they
+leave after it (benchmarks/variants.py measures both). The paper's chunks have 64 tokens; here a block has as
+many tokens as a block of the device (16; see `--block-size`), and the same key. With `--disk`, blocks are
+kept in files as well.
 
 Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 
@@ -71,9 +73,9 @@ class Filling:
     """The host block that a request is filling at the moment."""
 
     request: Request
-    block: int | None = None  # a referenced block; None: do not keep its rows
-    dropped: bool = False  # rows were not sent: keep no later ones
-    lost: bool = False  # sent rows did not arrive: register no later ones
+    block: int | None = None  # holds a reference; None: the rows of this block are not kept
+    dropped: bool = False  # some rows were not sent, so no later rows are kept
+    lost: bool = False  # some rows were sent and did not arrive, so no later block is registered
 
 
 @dataclass(eq=False)
@@ -82,7 +84,7 @@ class Piece:
 
     filling: Filling
     block: int
-    block_key: paged.BlockKey | None  # of the block that these rows complete; None: it is not full yet
+    block_key: paged.BlockKey | None  # the block's key if these rows complete it; None: it is not full
     rows: list[int]  # indices of the rows in the snapshot
     slots: range  # slots of the rows in the store
 
@@ -90,8 +92,8 @@ class Piece:
 class BlockStore:
     """Host memory for saved rows, in blocks of the device's block size, found by the same block keys.
 
-    A block keeps each layer's rows together: a layer of 1,024 tokens is copied in 64 pieces instead of 1,024.
-    If there is `storage`, full blocks are also written to it, and read back."""
+    A block keeps each layer's rows together, so a layer of 1,024 tokens is copied in 64 pieces instead of
+    1,024. If there is `storage`, full blocks are also written to it, and read back."""
 
     def __init__(self, cache: "HiddenCache", name: str, blocks: int, rows: list[tuple[int, int]]):
         """`name`: what the rows are, as part of the keys in shared storage. `blocks`: blocks of host memory.
@@ -119,7 +121,8 @@ class BlockStore:
             location = self.pool.block_of.get(block_key)
             if location is None and self.storage:
                 location, stored = self.find_stored(block_key), True
-            # Reading a stored block takes a free host block; do not evict one found above to get it
+            # Each stored block is read into a free host block. Stop before that would evict a block that was
+            # found above
             if location is None or stored and len(locations) >= self.pool.available:
                 break
             locations.append(location)
@@ -182,7 +185,7 @@ class BlockStore:
             self.use_stored(request)
 
     def drop(self, fillings):
-        """Keep no more rows of these fillings, until their tokens are computed again."""
+        """Keep no more rows of these fillings. A request that is admitted again gets a new Filling."""
         for filling in fillings:
             self.cache.counts["drops"] += not filling.dropped
             filling.dropped = True
@@ -209,9 +212,9 @@ class BlockStore:
         return [location for location in locations if isinstance(location, Stored)]
 
     def register(self, block: int, block_key):
-        """Let the block be found, and write it to storage. Its memory is held until it is written.
+        """Let `find` return the block, and write the block to storage. It is held until it is written.
 
-        A block whose parent is not in storage is not written, because nothing could find it there."""
+        A block whose parent is not in storage is not written, because `find` would end before it."""
         self.pool.register(block, block_key)
         before = block_key.parent
         if self.storage and (before is None or before in self.writing or self.find_stored(before)):
@@ -226,7 +229,7 @@ class BlockStore:
             self.storage.use([self.digest(block_key) for block_key in request.chain], len(self.parts))
 
     def on_evict(self, lost: list):
-        """Count the evicted blocks that storage does not have, either: they are lost."""
+        """Count the lost blocks: evicted blocks that storage does not have."""
         if self.storage:
             self.cache.counts["blocks_lost"] += sum(not self.find_stored(block_key) for _, block_key in lost)
 
@@ -308,7 +311,7 @@ class HiddenCache(Cache):
         memory = partial(links.host_memory, device=self.model.device, what="The snapshot buffer")
         rows = 4 * self.engine.token_budget  # rows of the snapshot buffer, for each part
         self.snapshot = [memory((rows, part.shape[-1]), part.dtype) for part in store.parts]
-        self.ring, self.head, self.free = rows, 0, rows  # its length, its next row, its free rows
+        self.ring, self.head, self.free = rows, 0, rows  # the buffer's length, next row, free rows
 
     def match(self, request):
         if locations := self.store.find(self.missing(request)):
@@ -344,7 +347,8 @@ class HiddenCache(Cache):
         ahead = deque(loading.reads)  # layers whose copies are not issued yet
         try:
             while (layer := restoration.layers) < len(self.model.layers):
-                # 1. Issue copies of the next layers; stop at one that is still being read, unless it is next
+                # 1. Issue copies of later layers. At a layer that storage is still reading, stop; but if it is
+                #    the next layer to project, wait for its reads
                 while ahead and len(loading.landing) < DEPTH:
                     reads = loading.reads[ahead[0]]
                     if layer < ahead[0] and not all(read.ready for read in reads):
@@ -401,7 +405,7 @@ class HiddenCache(Cache):
             request, rows, label, *marks = self.spans.popleft()
             start, end = map(self.engine.clock.seconds, marks)
             request.timeline.add("compute", label, start, end)
-            if rows >= FULL_SPEED[self.model.device.type]:  # fewer rows take just as long
+            if rows >= FULL_SPEED[self.model.device.type]:  # a projection of fewer rows takes as long
                 self.projecting.record(rows, end - start)
 
     # Saving
