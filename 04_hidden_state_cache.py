@@ -347,8 +347,8 @@ class HiddenCache(Cache):
         ahead = deque(loading.reads)  # layers whose copies are not issued yet
         try:
             while (layer := restoration.layers) < len(self.model.layers):
-                # 1. Issue copies of later layers. At a layer that storage is still reading, stop; but if it is
-                #    the next layer to project, wait for its reads
+                # 1. Issue copies of later layers, up to a layer that storage is still reading. Wait for its
+                #    reads only if it is the next layer to project
                 while ahead and len(loading.landing) < DEPTH:
                     reads = loading.reads[ahead[0]]
                     if layer < ahead[0] and not all(read.ready for read in reads):

@@ -1,14 +1,15 @@
 """Copies between device memory and host memory that run beside the computation, and worker threads.
 
-    link = Link("load", clock)                         # one link per direction: a lane, first in, first out
+    link = Link("load", clock)                         # one link per direction; it copies in order
     transfer = link.copy(dst, src, "layer 0")          # returns at once, and never raises
     link.copy(dst, src, "layer 1", BlockPairs(to, at)) # copy blocks: dst[to] = src[at]
 
-A copy starts only after all work that was queued on the device when it was issued. With
-`BlockPairs(apart=True)`, only the first copy of the pairs waits for this. Therefore a load cannot overwrite
-blocks that queued work still reads, and a save sees the values that queued work still writes. The caller must
-keep the other half of the contract (`Cache.hold`): memory of a transfer must not be reused before the
-transfer is `ready`.
+A copy starts only after all work that was already queued on the device when the copy was issued. Therefore a
+load cannot overwrite blocks that queued work still reads, and a save sees the values that queued work still
+writes. With `BlockPairs(apart=True)`, only the first of several copies of the same pairs waits for this work.
+
+The caller must keep the other half of the contract: the memory that a transfer reads or writes must not be
+reused before the transfer is `ready`. `Cache.hold` does this.
 
 A GPU's link is in cuda_link.py. Without a GPU, shell/modelled_link.py has a link with the same methods and
 the same contract."""
@@ -27,7 +28,7 @@ import numpy
 import torch
 
 NUM_SAMPLES = 8     # the latest samples of a speed
-HANG_SECONDS = 1.0  # a job that runs longer hangs: no request may wait for its lane
+HANG_SECONDS = 1.0  # a job that runs longer is taken to hang, and no request may wait for its lane
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}     # bytes -> dtype
 
 # 1. Transfers -----------------------------------------------------------------------------------------------
@@ -46,12 +47,12 @@ class Transfer:
         self.completed, self.cancelled, self.value = threading.Event(), False, None
 
     def cancel(self):
-        """Make the transfer fail, unless it has started. Its result must not be needed any more."""
+        """Make the transfer fail, unless it has started. Call this only if its result is no longer needed."""
         self.cancelled |= self.start is None
 
     @property
     def ready(self) -> bool:
-        """Whether it has completed or failed. From then on it writes nothing."""
+        """Whether the transfer has completed or failed. A ready transfer writes nothing any more."""
         return self.completed.is_set()
 
     def finish(self, start: float, end: float, error: Exception | None = None):
@@ -93,8 +94,8 @@ def cancel(transfers):
 class Speed:
     """The speed of one kind of work, in units per second.
 
-    It is the fastest of the last NUM_SAMPLES samples, since noise only slows. `unmeasured` is the speed
-    before the first sample."""
+    It is the fastest of the last NUM_SAMPLES samples, because noise only ever makes a sample slower.
+    `unmeasured` is the speed before the first sample."""
 
     def __init__(self, unmeasured: float):
         self.unmeasured, self.samples = unmeasured, deque(maxlen=NUM_SAMPLES)
@@ -118,7 +119,7 @@ class Speed:
 
 
 class Lane:
-    """A queue that executes transfers one after the other: the base class of links and workers."""
+    """A queue of transfers that are executed one after the other. Links and workers are lanes."""
 
     measured_from = 1           # bytes: smaller transfers are too short to measure a speed
     latency = 0.0               # seconds of a transfer of 0 bytes
@@ -126,7 +127,7 @@ class Lane:
     def __init__(self, name: str):
         self.name = name
         self.in_flight: deque[Transfer] = deque()
-        self.measured = Speed(math.inf)     # bytes per second of the last transfers
+        self.measured = Speed(math.inf)     # bytes per second of the latest transfers
 
     def reap_completed(self) -> int:
         """Forget completed transfers, and record their speed. Returns: the bytes of the transfers still in
@@ -149,8 +150,8 @@ class Lane:
 
 
 class Worker(Lane):
-    """A thread that executes jobs one after the other. It is a daemon: a job that hangs ends with the
-    process."""
+    """A thread that executes jobs one after the other. It is a daemon thread, so a job that hangs does not
+    keep the process alive."""
 
     def __init__(self, name: str, wake=lambda: None, background=False):
         """`wake`: called after each job. `background`: run at the lowest priority, because no request waits
@@ -158,16 +159,17 @@ class Worker(Lane):
         super().__init__(name)
         self.wake, self.jobs, self.closed = wake, queue.SimpleQueue(), threading.Event()
         self.began = [math.inf]             # start of the current job; infinite while there is none
-        arguments = self.jobs, self.closed, self.began, wake, background   # no `self`: it must be collectable
+        # Pass parts of `self`, since a thread that references `self` would keep it from being collected
+        arguments = self.jobs, self.closed, self.began, wake, background
         self.thread = threading.Thread(target=run_jobs, args=arguments, daemon=True)
         self.close = weakref.finalize(self, stop_worker, self.jobs, self.closed, self.thread)
 
     def submit(self, label: str, size: int, function, *arguments, model=None) -> Transfer:
         """Call `function(*arguments)` on the thread.
 
-        `size`: bytes, for the lane's speed. `model(start)`: the time at which the modelled hardware has
-        completed a job that started at `start`; the thread sleeps until then. Returns: a Transfer, whose
-        `value` becomes the function's result."""
+        `size`: bytes, for the lane's speed. `model(start)`: the time at which modelled hardware would have
+        completed a job that started at `start`. The transfer completes no earlier; the thread sleeps until
+        then. Returns: a Transfer, whose `value` becomes the function's result."""
         transfer = Transfer(self.name, label, size)
         self.in_flight.append(transfer)
         self.jobs.put((transfer, model, function, arguments))
@@ -208,7 +210,8 @@ def run_jobs(jobs: queue.SimpleQueue, closed: threading.Event, began: list, wake
 
 
 def stop_worker(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread):
-    """End the worker's thread. It must not be inside PyTorch when the interpreter exits, so wait for it."""
+    """End the worker's thread, and wait for its end for at most HANG_SECONDS: the thread must not be inside
+    PyTorch when the interpreter exits."""
     closed.set()
     jobs.put(None)
     if thread.ident is not None and thread is not threading.current_thread():
@@ -221,10 +224,11 @@ class BlockPairs:
     """Which blocks to copy: block at[i] of the source goes to block to[i] of the destination."""
 
     def __init__(self, to, at, apart=False):
-        """`apart`: True if work that is queued after the first copy touches a block only after that block's
-        own copy has completed. Then the later copies on the lane need not wait for the device's queue."""
+        """`to`, `at`: block numbers. `apart`: True if all work that is queued after the first copy of these
+        pairs touches a block only after that block's own copy has completed. Then only the first copy must
+        wait for the device's queue."""
         self.to, self.at, self.apart, self.ordered = to, at, apart, False
-        self.runs, self.sides = runs(to, at), None  # `sides`: used by cuda_link.py
+        self.runs, self.sides = runs(to, at), None  # `sides`: set by cuda_link.py
 
 
 def runs(to, at) -> list[tuple[int, int, int]]:
@@ -249,7 +253,7 @@ def paired(dst: list[torch.Tensor], src: list[torch.Tensor], pairs: BlockPairs |
 
 
 def move(dst: list[torch.Tensor], src: list[torch.Tensor], pairs: BlockPairs | None):
-    """Copy in host memory on one core. NumPy uses one; torch would use all of them."""
+    """Copy in host memory on one core. NumPy copies on one core, while PyTorch would use all of them."""
     for pair in paired(dst, src, pairs):
         to, out_of = map(as_integers, pair)
         for first, at, count in pairs.runs if pairs else [(0, 0, len(to))]:
@@ -257,7 +261,7 @@ def move(dst: list[torch.Tensor], src: list[torch.Tensor], pairs: BlockPairs | N
 
 
 def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
-    """-> the same memory as a NumPy array of integers, since NumPy has no bfloat16."""
+    """-> the tensor's memory as a NumPy array of integers, because NumPy has no bfloat16."""
     return tensor.view(INTEGERS[tensor.itemsize]).numpy()
 
 
@@ -272,10 +276,10 @@ def written_part(dst: list[torch.Tensor], pairs: BlockPairs | None) -> list[torc
 
 
 def host_memory(shape, dtype, device, what: str) -> torch.Tensor:
-    """Allocate host memory; for a GPU pinned. Copies from pageable memory go through the driver, and block
-    the host.
+    """Allocate host memory. If `device` is a GPU, the memory is pinned: copies from memory that is not pinned
+    go through a buffer of the driver, and block the host.
 
-    `what`: names the memory in the message that is printed if pinning fails."""
+    `what`: names the memory in the message that is printed if pinning fails. Returns: a tensor."""
     if device.type == "cuda":
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
