@@ -1,7 +1,8 @@
 """Requests, their results, and the queue that every engine is built on.
 
-A client submits a Request and reads its `pieces`: text while the answer is written, and at the end the
-outcome, a Result or an exception. The engine calls the request's `push` and `finish`."""
+A client submits a Request to an engine and reads the request's `pieces`: pieces of text while the answer is
+written, then the outcome, which is a Result or an exception. Only the engine calls the request's `push` and
+`finish`."""
 import logging
 import math
 import queue
@@ -18,7 +19,7 @@ import torch
 from common import sampling
 from common.timeline import Timeline
 
-ATTEMPTS = 3                       # how often a step that raises is run
+ATTEMPTS = 3                       # how often a step is run if it raises each time
 
 # 1. Errors --------------------------------------------------------------------------------------------------
 
@@ -32,7 +33,7 @@ class RequestError(Exception):
 
 
 class BadRequest(RequestError):
-    """The request itself is wrong, or can never fit."""
+    """The request itself is wrong, or it can never fit into memory."""
     status = 400
 
 
@@ -71,7 +72,7 @@ class Result:
                           completion_tokens=len(request.new))
         hits = [f"{tier}_hit" for tier, tokens in request.found.items() if tokens]
         self.source = "mixed" if len(hits) > 1 else (hits or ["miss"])[0]
-        self.found = request.found                      # tier -> prompt tokens; the others were computed
+        self.found = request.found                      # tier -> prompt tokens; all others were computed
         self.decisions = request.decisions              # why matches were loaded or not
         self.ttft_ms = (first - request.received) * 1e3                 # request received to first token
         self.tbt_ms = (last - first) / later * 1e3 if later else None   # mean time between later tokens
@@ -99,7 +100,7 @@ class Request:
     # The answer
     id: int = 0                    # set by engine.submit: 1, 2, ...
     prompt_tokens: int = field(init=False)
-    new: list[int] = field(default_factory=list)
+    new: list[int] = field(default_factory=list)                # the answer's tokens so far
     times: list[float] = field(default_factory=list)            # perf_counter() of each of `new`
     finish_reason: str | None = None
     outcome: Result | Exception | None = None
@@ -110,11 +111,11 @@ class Request:
     # State of chapter 02's engine
     table: list[int] = field(default_factory=list)              # its blocks, in token order
     chain: list = field(default_factory=list)                   # the BlockKeys of its full blocks
-    computed: int = 0              # tokens whose K and V are in its blocks
-    registered: int = 0            # leading blocks whose keys are in the pool's index
-    restoration: "Restoration | None" = None  # noqa: F821  # tokens that are being restored
+    computed: int = 0              # number of leading tokens whose K and V are in its blocks
+    registered: int = 0            # number of leading blocks whose keys are in the pool's index
+    restoration: "Restoration | None" = None  # noqa: F821  # the restoration that is under way
     readmitted: bool = False       # it was preempted, or its restoration failed
-    must_compute: bool = False     # a restoration failed: do not try another one
+    must_compute: bool = False     # compute all tokens, because a restoration has failed
     wait_deadline: float = 0.0     # time.perf_counter() until which a prefetch may delay it
     memo: object = None            # state that the Cache keeps for this request; the engine does not read it
 
@@ -132,12 +133,12 @@ class Request:
 
     @property
     def next(self) -> int:
-        """The first token that the next step computes."""
+        """Position of the first token that the next step computes."""
         return self.restoration.next if self.restoration else self.computed
 
     @property
     def compute_end(self) -> int:
-        """The token before which the next step must stop."""
+        """Position before which the next step must stop."""
         return self.restoration.compute_end if self.restoration else len(self.tokens)
 
     @property
@@ -191,13 +192,13 @@ class RequestQueue:
     implements `step` (which calls `take_arrivals` first, and `finish` for each request that ends) and
     `release` (which frees a running request's memory)."""
 
-    fields, pools = {}, {}         # request options of the chapter; name -> BlockPool, for the page
+    fields, pools = {}, {}         # options that the chapter adds; and name -> BlockPool
     explain = False                # --explain: print each event of a step
 
     def __init__(self, capacity: int | None = None):
         """`capacity`: the most tokens that one request may take, answer included; None: no limit."""
         self.capacity = capacity   # tokens
-        self.arrivals: deque[tuple[Request, Exception | None]] = deque()    # None: submitted
+        self.arrivals: deque[tuple[Request, Exception | None]] = deque()    # error or None: cancel or add
         self.wake = threading.Event()                           # set by an arrival or a completed transfer
         self.waiting: deque[Request] = deque()                  # first come, first served
         self.running: list[Request] = []                        # oldest first
@@ -247,7 +248,8 @@ class RequestQueue:
     def sleep(self, seconds: float = math.inf):
         """Sleep until a request arrives or a transfer completes, for at most `seconds`.
 
-        Copies of a GPU do not set `wake`, so the sleep is shorter there: 0.2 ms instead of 20 ms."""
+        Without a GPU, a completed transfer sets `wake`, and a sleep lasts at most 20 ms. Copies of a GPU do
+        not set it, so there a sleep lasts at most 0.2 ms."""
         most = 2e-4 if self.model.device.type == "cuda" else 2e-2
         self.wake.wait(max(0.0, min(seconds, most)))
         self.wake.clear()
@@ -258,8 +260,8 @@ class RequestQueue:
             raise Interrupted
 
     def step_failed(self, work: list[tuple[Request, int]], error: Exception):
-        """Let a step that raised be run again. After ATTEMPTS failures in a row, end its requests with
-        Unavailable."""
+        """Count a step that raised; the engine then runs it again. After ATTEMPTS failures in a row, end the
+        step's requests with Unavailable."""
         self.failures += 1
         if self.failures == ATTEMPTS:
             self.failures = 0

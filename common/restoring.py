@@ -59,12 +59,12 @@ class Restoration:
 
     @property
     def next(self) -> int:
-        """The first token that the next step computes."""
+        """Position of the first token that the next step computes."""
         return max(self.end, self.request.computed) if self.ends_met else self.request.computed
 
     @property
     def compute_end(self) -> int:
-        """The token before which the next step must stop."""
+        """Position before which the next step must stop."""
         return len(self.request.tokens) if self.ends_met else min(self.limit, self.next + self.portion)
 
     def has_layers(self, layers: int) -> bool:
