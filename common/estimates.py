@@ -1,8 +1,8 @@
 """Load or recompute: predict both times, and decide whether a match is worth loading.
 
 Speeds are measured once, before the first request. Afterwards they are learned from what the engine does.
-Noise only slows a measurement, so the fastest of the last eight samples counts. A refused match yields no
-sample; therefore every eighth refusal in a row is loaded anyway."""
+Noise only ever makes a sample slower, so the fastest of the last eight samples counts. A refused match yields
+no sample of the speed of loading. Therefore every eighth refused match in a row is loaded anyway."""
 
 from collections import Counter
 
@@ -11,10 +11,12 @@ from common.link import Speed
 from common.machine import flops, machine_of
 from common.requests import Request, RequestQueue
 
-LOAD_THRESHOLD = 0.8  # load if it takes at most this share of computing: a late load costs both times
-MAX_WAIT = 60.0  # seconds: limit for waiting for a prefetch, and for a load under --always-restore
+# Load if that is estimated to take at most this share of the time to compute. The margin is there because a
+# load that is late costs both times: the tokens are then computed as well
+LOAD_THRESHOLD = 0.8
+MAX_WAIT = 60.0  # seconds: the limit for waiting for a prefetch, and for a load under --always-restore
 FULL_SPEED = {"cpu": 128, "cuda": 512}  # rows per step from which prefill runs at nearly full speed
-TRIAL_INTERVAL = 8  # load every eighth refused match anyway
+TRIAL_INTERVAL = 8  # load every eighth refused match in a row anyway
 
 class Estimates:
     """The predicted times of one engine, and the decision whether to load tokens or to compute them."""
@@ -36,9 +38,9 @@ class Estimates:
     def load_or_compute(self, request: Request, match: Match) -> tuple[float, str]:
         """Decide whether to load a match or to compute its tokens.
 
-        Returns: the seconds that loading may take, or 0.0 to compute; and one sentence that says why. Loading
-        may take as long as computing would, a trial a tenth of that, and a load under --always-restore
-        MAX_WAIT."""
+        Returns: the seconds that loading may take, or 0.0 to compute; and one sentence that says why. A load
+        may take as long as computing would. A trial, which is a refused match that is loaded anyway, may take
+        a tenth of that. A load under --always-restore may take MAX_WAIT."""
         start, source = request.computed, " and ".join(match.found)
         compute = self.seconds_to_compute(start, start + match.tokens) / match.share
         chosen = self.cache.agree(self.always or match.seconds <= LOAD_THRESHOLD * compute)
@@ -59,9 +61,9 @@ class Estimates:
     def learn(self, work: list, seconds: float):
         """Learn the prefill speed from a step that took `seconds`, waits excluded.
 
-        `work`: the step's (request, tokens) pairs, after `computed` was advanced. A step with few rows, or
-        one that also restores, runs slower than prefill. It counts only if it was faster than the speed known
-        so far."""
+        `work`: the step's (request, tokens) pairs; each request's `computed` includes these tokens already.
+        A step with few rows, or one of a request that is being restored, runs slower than ordinary prefill.
+        Such a step counts only if it was faster than the speed known so far."""
         spans = [(request.computed - count, request.computed) for request, count in work]
         speed = sum(flops(self.engine.model.config, *span) for span in spans) / max(seconds, 1e-9)
         alone = not any(request.restoration for request, _ in work)
