@@ -1,32 +1,38 @@
 """Chapter 06: compute from the front while loading from the back (Cake).
 
 The problem. A disk or a network holds far more K and V than host memory. But loading a history from it may
-take as long as computing it. An engine that picks one of the two leaves the other one idle.
+take as long as computing it. An engine that only loads leaves the processor idle, and one that only computes
+leaves storage idle.
 
 The mechanism. Two pointers move over one history. The engine prefills from the front, in ordinary steps.
 Storage reads chunks of 64 tokens from the back. Each chunk that arrives lowers the limit up to which the
 engine computes. When the two pointers meet, the history is complete:
 
-    computed                  they meet here             loaded        l, c: seconds to load or to compute all
-    |#########################|==========================|             both: l c / (l + c), if neither waits
+    computed                  they meet here             loaded
+    |#########################|==========================|
 
-Neither side reserves a chunk in advance. So prefill never waits for storage, and no lock is needed. If
-loading overtakes a step that computes one request, the engine gives up that step. If prefill overtakes a
-read, the read is cancelled. If a chunk is missing or damaged, the chunks that have arrived stay, and prefill
+If loading all tokens takes l seconds and computing all of them c seconds, both ends meet after
+l c / (l + c) seconds, provided that neither one waits.
+
+Neither side reserves a chunk in advance. So prefill never waits for storage, and no lock is needed. Both may
+work on the same chunk. If all tokens that a step is computing have been loaded meanwhile, and the step
+computes only this request, the engine gives up the step. If prefill has computed a chunk before it is read,
+the read is cancelled. If a chunk is missing or damaged, the chunks that have arrived stay, and prefill
 computes the rest. Loading takes the late tokens, because they cost the most to compute: each token attends to
 all tokens before it.
 
 A step should be neither too long nor too short. A long step computes tokens that storage could have brought
-in the same time; in a short step each token costs more. So a step computes the share of the `left` tokens
-that prefill will get if both sides keep their measured rates: left * l / (l + c). (In the paper a step has
-its full token budget, and a chunk is as long as a step.)
+in the same time; in a short step each token costs more. So a step computes as many tokens as prefill will
+get in the end. If both sides keep their measured rates, that is left * l / (l + c) of the `left` tokens that
+are neither computed nor loaded. (In the paper a step has its full token budget, and a chunk is as long as a
+step.)
 
-`--share` limits the part of a step that such a prefill may take beside other requests. The estimate of the
+If other requests run, `--share` limits the part of a step that such a prefill may take. The estimate of the
 time to compute assumes the same limit. With `--compute leftover` a prefill takes the tokens of a step that
 other requests leave (section 6 of the paper).
 
-With `--bits 8` K and V travel in 8 bits. They are not exact, and neither are K and V computed after them; so
-all of these are kept under keys of their own.
+With `--bits 8` K and V are stored in 8 bits. Then restored K and V are not exact, and neither are K and V
+that are computed after them. Therefore both are stored under keys of their own.
 
 Source: Cake ("Compute or Load KV Cache? Why Not Both?", Jin et al., ICML '25), sections 4 to 6, appendices A
 and B.
@@ -77,10 +83,11 @@ def time_to_meet(load: float, compute: float) -> tuple[float, float]:
 
 
 def portion(left: int, load: float, compute: float) -> int:
-    """Return how many of the `left` tokens the next step should compute: the share that prefill will get, but
-    at least a chunk. `load`, `compute`: seconds to load or to compute them all.
+    """Return how many of the `left` tokens the next step should compute: as many as prefill will compute
+    before both ends meet, but at least a chunk. `load`, `compute`: seconds to load or to compute all `left`
+    tokens.
 
-    Return all of them if less than a chunk would remain: storage could not bring another chunk."""
+    If less than a chunk would remain, return `left`, because storage could not bring another chunk."""
     tokens = max(CHUNK, int(left * time_to_meet(load, compute)[1]))
     return tokens if left - tokens >= CHUNK else left
 
@@ -96,7 +103,7 @@ class BidirectionalCache(Cache):
 
     def __init__(self, storage: StoredChunks, share=1.0, leftover=False, bits=None, memory=256e6):
         """`share`: largest part of a step, from 0 to 1, that a restored request may compute beside other
-        requests; 0: only load. `leftover`: such a request takes the tokens that other requests leave.
+        requests; 0: only load. `leftover`: such a request takes the tokens that other requests leave instead.
         `bits`: 8, or None for the model's own dtype. `memory`: bytes of host memory for chunks in transit."""
         self.storage, self.bits, self.memory = storage, bits, memory
         self.share, self.leftover = share, leftover
@@ -124,7 +131,7 @@ class BidirectionalCache(Cache):
         kind = f"kv {self.bits or 'exact'}"
         self.block_keys = paged.BlockKeys(f"{self.model.digest.hex()} {self.model.dtype} {kind}", CHUNK)
         self.saving: set = set()  # keys of chunks that are being copied or written to storage
-        self.sent: Counter = Counter()  # request -> number of leading chunks that need no saving any more
+        self.sent: Counter = Counter()  # request -> number of leading chunks that `save` has handled
         self.storage.open(wake)
 
     # Finding
@@ -135,8 +142,8 @@ class BidirectionalCache(Cache):
         return self.block_keys.extend(request.memo, request.tokens, request.options.get("cache_salt", ""))
 
     def match(self, request):
-        """Offer the longest run of adjacent chunks that storage has. Prefill computes the missing tokens
-        before and after this run."""
+        """Offer the longest run of adjacent chunks that storage has. Prefill computes the tokens before the
+        run that are missing, and the tokens after it."""
         run, start, estimates = self.longest_run(request), request.computed, self.estimates
         end = min((run[-1][0] + 1) * CHUNK, request.history) if run else 0
         if end > start:
@@ -166,7 +173,7 @@ class BidirectionalCache(Cache):
     def restore(self, request, restoration, match):
         """Load chunks from the back. Each chunk that arrives lowers `restoration.limit` to the chunk's first
         token, or to the token that prefill has reached. The driver resumes this generator before each layer
-        of a step. Always: tokens [start, computed) are computed, and tokens [limit, end) are loaded."""
+        of a step. At all times tokens [start, computed) are computed, and tokens [limit, end) are loaded."""
         restoration.limit = restoration.end
         restoration.layers = len(self.model.layers)  # a loaded chunk has K and V of all layers
         slots = self.slots(request, 0, restoration.end)
@@ -190,8 +197,8 @@ class BidirectionalCache(Cache):
             request.timeline.plan = describe_plan(restoration)
 
     def read_ahead(self, unread: list, reading: deque):
-        """Start reading chunks, the last one first, until no staging block is free. Moves them from `unread`
-        to `reading`."""
+        """Start to read chunks, the last one first, until no staging block is free. Move each of them from
+        `unread` to `reading`."""
         while unread and self.staging.available:
             number, found = unread.pop()
             (block,) = self.staging.allocate(1)
@@ -215,9 +222,11 @@ class BidirectionalCache(Cache):
             request.restoration.limit = front
 
     def front(self, request) -> int:
-        """Return the first token that loading may still bring. The engine can give up a step of one request,
-        so loading may go down to the first token of that step. It does not give up a step of several
-        requests, so loading stops after the last token that such a step computes."""
+        """Return the position of the first token that may still be loaded.
+
+        If a step computes only this request, the engine gives up the step once all of the step's tokens have
+        been loaded. So loading may go down to the first token of such a step. The engine does not give up a
+        step of several requests, so the tokens that such a step computes must not be loaded."""
         work = dict(self.engine.work)
         return request.computed + (work.get(request, 0) if len(work) > 1 else 0)
 
@@ -237,7 +246,8 @@ class BidirectionalCache(Cache):
         self.set_portions()
 
     def set_portions(self):
-        """Set how many tokens of the next step each restored request may compute (`restoration.portion`)."""
+        """Set `restoration.portion` of each restored request: how many tokens the next step may compute for
+        it."""
         restoring, budget = self.restoring_requests(), self.engine.token_budget
         others = sum(request.pending for request in self.engine.running if request not in restoring)
         for request in restoring:
@@ -259,7 +269,8 @@ class BidirectionalCache(Cache):
 
     def save(self, batch):
         """Send the chunks that have become full to storage, unless storage has them. If no staging block is
-        free, try again after the request's next step. After its last step, drop the chunks that are left."""
+        free, try again after the request's next step. Chunks that are left after its last step are
+        dropped."""
         for request, _ in batch.work:
             chain = self.chain(request)
             for number in range(self.sent[request], request.computed // CHUNK):
@@ -274,7 +285,8 @@ class BidirectionalCache(Cache):
         return block_key not in self.saving and self.storage.find(block_key.digest) is None
 
     def save_chunk(self, request, chain: list):
-        """Copy the last chunk of `chain` to a staging block; `write` follows when it has arrived."""
+        """Start to copy the last chunk of `chain` to a staging block. Once it has arrived there, `write`
+        sends it to storage."""
         number, (block,) = len(chain) - 1, self.staging.allocate(1)
         kv = self.kv.index_select(2, self.slots(request, number * CHUNK, (number + 1) * CHUNK))
         transfer = self.save_link.copy(self.staging.memory[block], self.pack(kv), f"chunk {number}")
@@ -306,7 +318,8 @@ class BidirectionalCache(Cache):
     # K and V as bytes
 
     def pack(self, kv):
-        """Turn K and V [L, 2, 64, KVH, hd] into a chunk [64, width]; with 8 bits, numbers before scales."""
+        """Turn K and V [L, 2, 64, KVH, hd] into a chunk [64, width]. With 8 bits, all numbers come first,
+        then all scales."""
         if self.bits == 8:
             kv = torch.cat([part.flatten().view(torch.uint8) for part in quantize(kv)])
         return kv.view(CHUNK, -1)
@@ -329,7 +342,7 @@ def quantize(kv):
 
 
 def describe_plan(restoration) -> dict:
-    """Return how each chunk was restored, one letter for each, as the page shows it."""
+    """Return how each chunk was restored, one letter for each chunk, as the web page shows it."""
     start, met, end, letters = restoration.start, restoration.limit, restoration.end, ""
     for first in range(start - start % CHUNK, end, CHUNK):
         letters += "L" if first >= met else "C" if first + CHUNK <= met else "B"
@@ -343,7 +356,8 @@ WAYS = "only computing", "only loading", "both"
 
 
 def demo(model, frontend: Frontend, arguments):
-    """Restore a conversation from three storages. Compare TTFT of both ends with TTFT of each one alone."""
+    """Restore a conversation from storage of three speeds. Compare TTFT of both ends with TTFT of only
+    loading and of only computing."""
     # 1. Ask about a document, and ask again when only storage has it
     new, turns = max(2, min(arguments.max_tokens, 16)), [lesson.SECRET, lesson.QUESTION]
     options = dict(max_running=2, always_restore=True, bits=None, compute="share")
