@@ -15,8 +15,8 @@ If loading all tokens takes l seconds and computing all of them c seconds, both 
 l c / (l + c) seconds, provided that neither one waits.
 
 Neither side reserves a chunk in advance. So prefill never waits for storage, and no lock is needed. Both may
-work on the same chunk. If all tokens that a step is computing have been loaded meanwhile, and the step
-computes only this request, the engine gives up the step. If prefill has computed a chunk before it is read,
+work on the same chunk. If storage brings all tokens of a step while the step is being computed, the engine
+gives up the step, unless it also computes other requests. If prefill has computed a chunk before it is read,
 the read is cancelled. If a chunk is missing or damaged, the chunks that have arrived stay, and prefill
 computes the rest. Loading takes the late tokens, because they cost the most to compute: each token attends to
 all tokens before it.
