@@ -1,7 +1,7 @@
 """Chapter 08: even the weights live in host memory, and some of the context is kept as activations.
 
-The problem. The model is larger than device memory, and the batch is large. Throughput counts here, not the
-time to the first token. In every decode step each layer's weights and all of its K and V are copied over the
+The problem. The model is larger than device memory, and the batch is large. The measure is throughput, not
+the time to first token. In every decode step each layer's weights and all of its K and V are copied over the
 link. The link is the bottleneck, and the processor is idle.
 
 The mechanism. Keep part of the context as activations, the inputs of the layers (ACT blocks), and the rest as
@@ -9,16 +9,21 @@ K and V (KV blocks). With multi-head attention an ACT block has half the bytes o
 rebuilds K and V from ACT blocks while the link copies the next weights and blocks. With the right share of
 ACT blocks both lanes take equally long:
 
-    one layer                       link                processor
-    the paper's equations 2, 3      W + (1 - a) K       aR              a: share of the context in ACT blocks
-    with everything that counts     W + K - aK/2 - M    B + aR
+    seconds for one layer           link                processor
+    the paper's equations 2, 3      W + (1 - a) K       aR
+    with all costs                  W + K - aK/2 - M    B + aR
 
-    seconds to load  W the weights, K all of the context as K and V, M the part that the device keeps
-    seconds to       B compute the layer for the new tokens, R rebuild K and V of all of the context
+    a   the share of the context that is kept in ACT blocks
+    W   seconds to load the weights
+    K   seconds to load all of the context as K and V
+    M   seconds of loading that are saved because weights or blocks stay on the device
+    B   seconds to compute the layer for the new tokens
+    R   seconds to rebuild K and V of all of the context
 
-In each layer all mini-batches of the step are computed, one after the other, before the next layer begins
-(zig-zag order). So one copy of the weights serves all of them. While one mini-batch is computed, the context
-of the next one is copied. If a copy fails, the engine runs the step again.
+A step is computed in mini-batches, each of which has some of the requests. In each layer all mini-batches are
+computed, one after the other, before the next layer begins (zig-zag order). So one copy of the weights serves
+all of them. While one mini-batch is computed, the context of the next one is copied. If a copy fails, the
+engine runs the step again.
 
 The engine of chapter 02 does not know about kinds of blocks: its pool only hands out block numbers. `KindMap`
 assigns a kind to each number, spread evenly, so that any run of numbers has about the plan's ratio of kinds.
@@ -58,17 +63,17 @@ from shell.frontend import Frontend
 paged = importlib.import_module("02_paged_kv")
 KV_HOST, ACT_HOST, KV_DEVICE, ACT_DEVICE = KINDS = range(4)  # the odd ones are ACT
 POLICIES = "hybrid", "kv-only", "act-only", "paper"
-ROWS = 1024  # tokens that are projected at once: temporary tensors stay small
+ROWS = 1024  # tokens that are projected at once, so that temporary tensors stay small
 PROBE = 2048  # tokens of context in the steps that measure costs at the start
 
 # 1. How much of what ---------------------------------------------------------------------------
 
 class Costs(NamedTuple):
-    """Costs of a decode step: speed of the link in bytes per second, and seconds of one layer."""
+    """Costs of a decode step: the speed of the link, and the seconds of two kinds of work in one layer."""
 
-    speed: float
-    forward: float  # for all new tokens, with attention, mini-batches and a share of the output head
-    rebuild: float  # K and V of one block, from its activations
+    speed: float  # bytes per second
+    forward: float  # seconds for all new tokens, including attention and a share of the output head
+    rebuild: float  # seconds to project the activations of one block to K and V
 
 
 class Sizes(NamedTuple):
@@ -103,7 +108,7 @@ def algorithm_1(load_w, kv_gen, load_kv, act_gpu, host, weights, act, kv) -> tup
 
     Returns: the numbers of ACT blocks and of KV blocks in host memory, as floats."""
     # Lines 11 to 18: the link loads the weights while the processor rebuilds the device's ACT blocks. Give
-    # blocks to the lane that finishes first until both finish together
+    # blocks of the host to the lane that finishes first, until both finish together
     budget = load_w - kv_gen * act_gpu
     act_init = max(0.0, budget / kv_gen)
     kv_init = max(0.0, -budget / load_kv)
@@ -117,7 +122,8 @@ def algorithm_1(load_w, kv_gen, load_kv, act_gpu, host, weights, act, kv) -> tup
 class Planner(NamedTuple):
     """Finds a Plan for `device` bytes of device memory and a pool of `blocks` blocks.
 
-    `layers`: of the model. `block_size`: tokens per block. `fill`: the share of the blocks that is in use."""
+    `layers`: number of the model's layers. `block_size`: tokens per block. `fill`: the share of the blocks
+    that is in use (0 to 1)."""
 
     policy: str
     costs: Costs
@@ -152,7 +158,9 @@ class Planner(NamedTuple):
 
     def speed_for(self, f: float, blocks: float) -> float:
         """Return the link speed, in bytes per second, at which loading takes `f` times as long as computing.
-        Loading: all weights, and `blocks` blocks as KV. Computing: a decode step with `blocks` ACT blocks."""
+
+        Loading means all weights, and `blocks` blocks as KV blocks. Computing means a decode step in which
+        `blocks` blocks are rebuilt from ACT blocks."""
         size = self.layers * self.sizes.weights + blocks * self.sizes.kv
         return size / f / (self.layers * (self.costs.forward + blocks * self.costs.rebuild))
 
@@ -175,10 +183,12 @@ class Planner(NamedTuple):
 
         Differences from the paper:
 
-        - Equations 2 and 3 leave out the copies of ACT blocks, attention, the new tokens' own products, and
-          the cost of each mini-batch. They count here, so that both lanes really take equally long.
-        - The device may also hold weights or KV blocks: each resident byte saves a byte on the link.
-        - The lanes wait for each other in each layer (`seconds`). The paper balances their sums.
+        - Equations 2 and 3 leave out the copies of ACT blocks, attention, the matrix products of the new
+          tokens, and the cost of each mini-batch. Here all of these count.
+        - The device may also hold weights or KV blocks, because each byte that stays there need not be copied
+          over the link.
+        - The estimate includes the waits of the lanes for each other in each layer (`seconds`). The paper
+          compares only the sums of their work.
         - The number of blocks is given. Algorithm 1 fills all of the host's memory with blocks.
 
         With grouped-query attention `hybrid` finds the same plan as `kv-only`, since ACT blocks are then no
@@ -201,7 +211,8 @@ class Planner(NamedTuple):
             for on_device in ((left // self.sizes.kv, 0), (0, left // self.sizes.act)) if left >= 0 else ():
                 kv, act = (min(self.blocks, count) for count in on_device)
                 plan = Plan(resident, self.blocks - kv - act, 0, kv, act)
-                # With more ACT blocks the time falls, then rises: find the first block that saves nothing
+                # With more ACT blocks the time first falls, then rises. Find the first block that saves
+                # nothing
                 best = bisect_left(range(plan.kv_host), -1e-12, key=partial(self.another_act, plan))
                 yield from map(plan.with_acts, (0, best, plan.kv_host))
 
@@ -229,7 +240,7 @@ def stream(layers: int, resident: int) -> tuple[list[int], list[float]]:
     kept, shares = {number * layers // resident for number in range(resident)}, layers * [0.0]
     streamed = sorted({*range(layers)} - kept)
     for previous, index in zip([at - layers for at in streamed[-1:]] + streamed, streamed):
-        for at in range(previous, index):  # a negative number: a layer of the previous step
+        for at in range(previous, index):  # a negative `at` is a layer of the previous step
             shares[at] = 1 / (index - previous)
     return streamed, shares
 
@@ -260,14 +271,14 @@ class Weights:
         return Layer(model.config, dtype=model.dtype, device=model.device).requires_grad_(False)
 
     def fetch_next(self, after: int):
-        """Prepare to fetch the first streamed layer after layer `after`. -1: begin with the first one, at the
-        start and after a failure."""
+        """Prepare to fetch the first streamed layer after layer `after`. At the start and after a failure,
+        `after` is -1, which selects the first streamed layer of all."""
         later = [index for index in self.streamed if index > after]
         self.next_streamed, self.sent, self.transfers = (later + self.streamed + [0])[0], 0.0, []
 
     def fetch(self, share: float):
-        """Issue the copy of a share of the next streamed layer: of the rows of each weight. If fewer rows are
-        left, copy those."""
+        """Issue the copy of a share (0 to 1) of the next streamed layer, which is this share of the rows of
+        each of its weights. If fewer rows are left, copy all that are left."""
         if not self.streamed:
             return
         first, self.sent, pieces = self.sent, min(1.0, self.sent + share), []
@@ -279,8 +290,8 @@ class Weights:
             self.issued.append(self.transfers[-1])
 
     def layer(self, index: int) -> Layer:
-        """Wait for the copy of layer `index`, if it is streamed, and return the layer. Its predecessor's
-        buffer is filled next."""
+        """Wait for the copy of layer `index`, if it is streamed, and return the layer. The buffer of the
+        streamed layer before it is filled next."""
         if index in self.resident:
             return self.resident[index]
         self.fetch(1.0)
@@ -292,7 +303,8 @@ class Weights:
 
 
 def await_transfer(transfer):
-    """Order a transfer before the work that is queued next. Only if that is not possible, block the host."""
+    """Make the work that is queued next wait for a transfer. If that is not possible (without a GPU), block
+    the host until the transfer is complete."""
     if not transfer.queue_wait():
         transfer.wait()
 
@@ -303,8 +315,8 @@ class Item(NamedTuple):
     """The tokens of one request that a step computes: `start` to `end`."""
 
     request: Request
-    start: int  # number of tokens of context
-    end: int  # number of tokens with the new ones
+    start: int  # number of tokens of context, which are computed already
+    end: int  # number of tokens, the new ones included
 
 
 def form_batches(items: list[Item], rows: int) -> list[list[Item]]:
@@ -345,11 +357,12 @@ def form_paper_batches(planner: Planner, kind_map: KindMap, items: list[Item], r
     """Form the paper's mini-batches (section IV-C-3).
 
     Add to the current mini-batch the first request that fits and does not increase the imbalance of its
-    lanes. A tie is added too: equation 5 makes ties the rule, and the paper wants few mini-batches. If no
-    request can be added, the first request that is left begins the next mini-batch, whether it fits or not.
+    lanes. A request that leaves the imbalance as it is may be added, because equation 5 makes this the usual
+    case, and the paper wants few mini-batches. If no request can be added, the first request that is left
+    begins the next mini-batch, whether it fits or not.
 
-    The paper limits ACT blocks and KV blocks separately. Here their sum is limited, since the attention
-    buffer holds both kinds and has no more rows than either limit."""
+    The paper limits the numbers of ACT blocks and of KV blocks separately. Here their sum is limited, because
+    one attention buffer holds both kinds, and it has only as many rows as either limit."""
     costs, most = planner.costs, rows // kind_map.block_size
     kv_per_act = costs.rebuild / (planner.sizes.kv / planner.layers / costs.speed)
 
@@ -376,9 +389,9 @@ class Tokens(NamedTuple):
     """Tokens whose blocks are of one kind. All tensors are [n]."""
 
     slots: torch.Tensor  # in the memory of their kind
-    rows: torch.Tensor  # of the attention buffer; for new tokens: of the mini-batch
+    rows: torch.Tensor  # of the attention buffer; for new tokens, of the mini-batch
     positions: torch.Tensor
-    pairs: links.BlockPairs  # copies slots to rows; for new tokens: the n computed rows to slots
+    pairs: links.BlockPairs  # copies slots to rows; for new tokens, copies the n computed rows to slots
 
 
 def by_kind(kinds, slots, rows, positions, device, new=False):
@@ -393,8 +406,8 @@ def by_kind(kinds, slots, rows, positions, device, new=False):
 
 class MiniBatch:
     """Some of a step's requests, which are computed together. Each request has a range of rows in the
-    attention buffer: its context, ordered by kind, then its new tokens. (Keys already contain their
-    positions, so attention may read them in any order.)"""
+    attention buffer: its context, ordered by kind, then its new tokens. (RoPE has put each key's position
+    into the key already, so attention may read the keys in any order.)"""
 
     def __init__(self, items: list[Item], kind_map: KindMap, model: Llama):
         self.items, self.device, self.rows_used = items, model.device, 0
@@ -432,7 +445,7 @@ class MiniBatch:
 
 class HybridRunner:
     """A Runner of chapter 02's engine that computes in mini-batches. Its pool has block numbers only; the
-    numbers stand for blocks of four kinds (KINDS), each with a memory of its own."""
+    numbers stand for blocks of four kinds (KINDS), and each kind has a memory of its own."""
     pieces = None  # no CUDA graphs: streamed weights change their device address
 
     def __init__(self, model: Llama, plan: Plan, bandwidth, block_size=16, rows=8192):
@@ -450,7 +463,8 @@ class HybridRunner:
         # Shapes of one token's KV and of its ACT
         shapes = (2, model.config.num_key_value_heads, model.config.head_dim), (model.config.hidden_size,)
         self.buffers = [[empty((self.rows, *shape)) for shape in shapes] for _ in range(2)]  # in use, filling
-        # Last step: mini-batches, (label, start, end) of its work, transfers. Step before it: transfers
+        # Of the last step: its mini-batches, (label, start, end) of its work, and its transfers. Then the
+        # transfers of the step before it
         self.last, self.marks, self.transfers, self.earlier = [], [], [], []
         self.weights, self.memory = Weights(model, plan.resident, self.load_link), []
         for kind, count in enumerate(plan[1:]):
@@ -517,7 +531,9 @@ class HybridRunner:
 
         Returns: the arguments of `rebuild`: the mini-batch, the buffers [rows, 2, KVH, hd] and [rows, D], and
         the transfers of ACT and of KV (None: nothing to copy)."""
-        kv, act = self.buffers[0]  # the pair that was used longer ago: work that reads it is already queued
+        # Fill the pair that was filled longer ago: all work that reads it is queued already, and the copies
+        # wait for queued work
+        kv, act = self.buffers[0]
         self.buffers.reverse()
         transfers = []
         for kind, into, label in (ACT_HOST, act, "act"), (KV_HOST, kv, "kv"):
@@ -638,8 +654,8 @@ def measure(planner: Planner, model: Llama, bandwidth, contexts: list[int], rows
 
 
 def make_planner(model: Llama, arguments) -> tuple[Planner, modelled_link.Bandwidth | None]:
-    """Make a planner from the command line's options. Its costs are measured in steps with only ACT blocks.
-    Returns: the planner, and the modelled link's bandwidth (None on a GPU). Raises ModelError."""
+    """Make a planner from the command line's options. Its costs are measured in decode steps with ACT blocks
+    only. Returns: the planner, and the modelled link's bandwidth (None on a GPU). Raises ModelError."""
     size, layers, sizes = arguments.block_size, len(model.layers), sizes_of(model, arguments.block_size)
     useful = arguments.max_running * -(-model.config.max_position_embeddings // size)
     largest = max(sizes.kv, sizes.act) if arguments.policy in ("act-only", "paper") else sizes.kv
@@ -683,12 +699,12 @@ def make_engine(model: Llama, arguments) -> paged.Engine:
 # 6. The demo -----------------------------------------------------------------------------------
 
 GEOMETRY, CONTEXTS = "random:long", 16 * [128]  # timed decode steps: the model, and each request's tokens
-FACTORS = 1.25, 2.5  # f: seconds to load all weights and the context as KV / to compute with only ACT blocks
+FACTORS = 1.25, 2.5  # values of f, see `Planner.speed_for`
 
 
 def one_step(engine: paged.Engine) -> tuple[float, Timeline]:
     """Time a decode step. Returns: its seconds, and a timeline of its lanes."""
-    engine.step()  # not counted: its first copies began while another engine computed
+    engine.step()  # not timed: its first copies began while another engine computed
     timeline, runner = Timeline(), engine.runner
     engine.step()
     ended = time.perf_counter()
@@ -708,7 +724,8 @@ def demo(model: Llama, frontend: Frontend, arguments):
     rng, new, asked = random.Random(0), max(4, min(arguments.max_tokens, 8)), []
     talks = [lesson.conversation(frontend, rng, min(128, frontend.context // 16)) for _ in range(6)]
     options = vars(arguments) | dict(policy="hybrid", max_running=6, blocks=6 * 32, mini_batch=1024)
-    if (real := model.device.type == "cuda"):  # else everything would fit on the device. 1: against rounding
+    # On a GPU, limit device memory, because everything would fit there. The byte more is against rounding
+    if (real := model.device.type == "cuda"):
         options["device_memory"] = ((2 + len(model.layers) // 2) * sizes_of(model, 16).weights + 1) / 1e9
     planner, bandwidth = make_planner(model, argparse.Namespace(**options))
     for policy in POLICIES:
