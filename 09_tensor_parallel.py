@@ -1,8 +1,9 @@
 """Chapter 09: divide the cache over ranks (tensor parallelism).
 
-The problem. A model that is divided over several GPUs divides its KV cache too. This raises a new question:
-do all ranks agree on which data is there? If one rank restores while another one computes, they call
-different collectives. Then both ranks hang, or both write wrong data.
+The problem. If a model is divided over several GPUs, its KV cache is divided as well. A rank is one process
+with one device and its part of the model. This raises a new question: do all ranks agree on which data is
+there? If one rank restores while another one computes, they call different collectives, such as a sum or an
+all-gather. Then both ranks hang, or both write wrong data.
 
 The mechanism. The model is divided as in Megatron-LM. Of n ranks each has 1/n of the attention heads and of
 the MLP's columns, and a sum over ranks follows each attention and each MLP. The device of a rank has the
@@ -14,14 +15,15 @@ blocks of the rank's own KV heads.
 
 Hidden states are the same on all ranks. So each rank keeps 1/n of their columns. To restore a layer, an
 all-gather joins the columns to whole rows while the next layer is copied; then each rank projects them to K
-and V of its own heads. The projection adds in the same order as on one rank, so its bits are the same. (In
-HCache ranks divide rows. The lesson explains why we divide columns, and what chapters 05 and 06 would have to
-agree on.)
+and V of its own heads. A projection on whole rows adds in the same order as on one rank, so its result has
+the same bits. (In HCache the ranks divide rows. The lesson explains why columns are divided here, and what
+the ranks would have to agree on in chapters 05 and 06.)
 
-Agreement. Every rank runs the same engine on the same requests. No rank sends its decisions: engines decide
-alike if they work with the same numbers. A few numbers are known to one rank only. For these all ranks use
-the minimum over ranks:
+Agreement. Every rank runs the same engine on the same requests. No rank sends its decisions, because engines
+decide alike if they work with the same numbers. Some numbers may differ between ranks. For these all ranks
+use the minimum over ranks:
 
+    what                      values                                              agreed on
     a transfer                0 under way    1 failed    2 arrived                        each step
     an answer of storage      0 under way    1 failed    2 + pages before the first gap   each step
     a deadline                0 passed    1 not passed                                    each step
@@ -31,12 +33,13 @@ the minimum over ranks:
 A restoration has a deadline, and so has a queued request that waits for storage. Once the ranks have agreed
 that a deadline has passed, they do not use data that arrives later. The last row is for a forward pass that
 waits for a restoration (`AgreedTransfer.queue_wait`). Rank 0 receives the users' requests and sends them to
-the other ranks with the agreement of a step (shell/ranks.py).
+the other ranks with the agreement of a step (shell/ranks.py). A docstring says "Collective" if all ranks must
+call the function, in the same order.
 
 With `--storage` K and V are also written to storage: one object for each page and KV head. Any number of
-ranks can read what another number of ranks has written. All ranks read the pages that every rank has found,
-which is the minimum of their hit counts. If there are fewer KV heads than ranks, several ranks share a head:
-the first of them writes its objects, and all of them read.
+ranks can read what another number of ranks has written. All ranks read as many pages as the rank with the
+fewest hits has found. If there are fewer KV heads than ranks, several ranks share a head. Then the first of
+them writes its objects, and all of them read these.
 
 Sources: Megatron-LM (Shoeybi et al., 2019, section 3); HCache (EuroSys '25), section 5; HiCache (SGLang's
 design document), on several ranks and on the layout `page_head`.
@@ -84,7 +87,8 @@ ON_ITS_WAY, FAILED, ARRIVED = range(3)
 # 1. The model, divided -------------------------------------------------------------------------
 
 class Sharding:
-    """Divides a model: says which part of each weight belongs to this rank, and joins the parts' results."""
+    """The division of a model: which part of each weight belongs to this rank, and how the parts' results are
+    joined."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
@@ -101,7 +105,7 @@ class Sharding:
             )
         self.kv_heads, first = heads, self.ranks.rank * heads // n
         self.own_kv_heads = range(first, first + max(1, heads // n))  # numbers in the whole model
-        self.writes = self.ranks.rank * heads % n == 0  # the first of the ranks that share these heads
+        self.writes = self.ranks.rank * heads % n == 0  # True on the first of the ranks that share heads
         return replace(
             whole, num_attention_heads=sizes[0] // n, num_key_value_heads=len(self.own_kv_heads),
             intermediate_size=sizes[1] // n, tie_word_embeddings=False,
@@ -138,7 +142,8 @@ class AgreedTransfer(links.Transfer):
     issued = 0.0  # no grace period: only the restoration's deadline counts, because the ranks agree on it
 
     def __init__(self, own: links.Transfer, cache: "SyncedCache", number):
-        """`own`: this rank's transfer. `number(value)`: the number in its value to agree on."""
+        """`own`: this rank's transfer. `number(value)`: a number that the transfer's value yields, and on
+        whose minimum the ranks agree too."""
         self.own, self.cache, self.number, self.state = own, cache, number, ON_ITS_WAY
         self.lane, self.label = own.lane, own.label
         self.restoration, self.last = None, False  # its restoration, and whether it copies the last layer
@@ -151,8 +156,8 @@ class AgreedTransfer(links.Transfer):
 
     @property
     def ready(self) -> bool:
-        """True if it has ended on all ranks. The last layer's transfer must also wait for earlier transfers,
-        because a forward pass may have gone on without them."""
+        """True if the transfer has completed or failed on all ranks. The last layer's transfer must also wait
+        for the transfers of earlier layers, because a forward pass may have continued without these."""
         passed = self.restoration.completed if self.last else ()
         return self.state != ON_ITS_WAY and all(one.state != ON_ITS_WAY for one in passed)
 
@@ -162,7 +167,8 @@ class AgreedTransfer(links.Transfer):
 
     def queue_wait(self) -> bool:
         """Called in a forward pass: wait for this rank's own copy (on a GPU the stream waits). If the copy
-        has failed or is late, go on without it: the other ranks wait for this rank's part of each sum.
+        has failed or is late, continue without it, because the other ranks wait for this rank's part of each
+        sum.
 
         In the last layer all ranks agree whether every copy has arrived. Raises TransferError if not; then
         every rank discards the step."""
@@ -192,7 +198,7 @@ class SyncedCache(Cache):
     def __init__(self, ranks: Ranks, *what):
         super().__init__(*what)
         self.ranks = ranks
-        self.commands: deque = deque()  # on rank 0: to be sent to all ranks; a Request is sent as its id()
+        self.commands: deque = deque()  # on rank 0: what to send to all; a Request is sent as its id()
         self.received: deque = deque()  # commands that all ranks must execute now
         self.agreed: list[AgreedTransfer] = []  # transfers that may still be under way, oldest first
         self.until = WeakKeyDictionary()  # restoration or queued request -> this rank's deadline; 0: failed
@@ -281,8 +287,8 @@ class ColumnsCache(SyncedCache, hidden_states.HiddenCache):
 
 
 class PageHeadCache(KVCache):
-    """Chapter 03's Cache with storage behind it. A page has one object for each KV head, so a different
-    number of ranks can read it."""
+    """Chapter 03's Cache with storage as the tier below host memory. A page is stored as one object for each
+    KV head, so any number of ranks can read it."""
 
     threshold = 256  # tokens: a prefetch of fewer does not pay (as in chapter 07)
     run = 64  # tokens in one read (as in chapter 07)
@@ -329,7 +335,7 @@ class PageHeadCache(KVCache):
         if len(pages) * self.pool.block_size < self.threshold:
             return
         to_read = [one for one in pages if not (self.is_local(one) or one in self.reading)]
-        to_read = to_read or pages[: count * self.late]  # none, and late: does storage respond again?
+        to_read = to_read or pages[: count * self.late]  # nothing to read, and late: test storage
         most = max(0, self.host.size // 2 - len(self.reading))
         fits = self.host.make_room(min(len(to_read), most), request.chain)
         to_read, host_blocks = to_read[:fits], self.host.allocate(fits)
@@ -363,7 +369,9 @@ class PageHeadCache(KVCache):
         for block_key, host_block in zip(block_keys, host_blocks):
             if arrived and len(self.in_flight["written"]) < max(1, self.host.size // 4):
                 keys, values = self.keys([block_key]), self.memory([host_block])
-                if not self.writes:  # another rank writes these objects, and doubts them until it has
+                # If another rank writes these objects, this rank stops doubting them. The agreed hits stay
+                # right, because the other rank doubts them until it has written them
+                if not self.writes:
                     self.storage.doubted.difference_update(keys)
                     keys = values = []
                 self.hold("written", [self.storage.set(keys, values)], (self.host, [host_block]))
@@ -476,7 +484,7 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     options = argparse.Namespace(**{**vars(arguments), "gpu_blocks": on_device})
     on_host = offload.host_blocks(model, options, kept)
     options.gpu_blocks, on_host = ranks.all_min([on_device, on_host])
-    # 2. Give each rank a link as fast as for a model that is not divided
+    # 2. Give each rank a link that is as fast as the link of a model that is not divided
     bandwidth = hardware.bandwidth(model, arguments.link)
     if whole and arguments.link is None and bandwidth:
         bandwidth = modelled_link.Bandwidth(bandwidth.value * config.num_key_value_heads / whole.kv_heads)
