@@ -1,7 +1,8 @@
 """Key-value storage that several engines may share.
 
-`Storage` stores values in a back end: files, Redis, or a class of your own. `StoredChunks` stores a block
-(04, 05) or 64 tokens (06) under a key, one value for each part."""
+`Storage` stores values in a back end, which is files, Redis, or a class of your own. `StoredChunks` spreads
+blocks (04, 05) or chunks of 64 tokens (06) over several Storages. Each block or chunk has a key, and consists
+of parts; each part is one value."""
 
 import hashlib
 import zlib
@@ -14,7 +15,7 @@ import numpy
 
 from common.link import Speed, Transfer, Worker
 
-BACKLOG = 256  # jobs: if more wait for a storage's writer, it gets no further ones
+BACKLOG = 256  # jobs; a storage's writer gets no further ones while this many wait for it
 
 # 1. Chunks -------------------------------------------------------------------------------------
 
@@ -26,20 +27,23 @@ class Stored(NamedTuple):
 
 
 class StoredChunks:
-    """Blocks or chunks that are spread over several Storages. Each Storage knows its keys without asking its
-    back end."""
+    """Blocks or chunks that are spread over several Storages. The back end of each must have an `index` of
+    its keys, so that `find` need not ask the back end."""
 
     def __init__(self, *storages: "Storage"):
         self.storages, self.turn = storages, cycle(storages)  # round-robin
 
     def open(self, wake):
+        """Start the threads of all storages. `wake`: called after each of their jobs."""
         for storage in self.storages:
             storage.open(wake)
 
     def keys(self, key: bytes, parts: int) -> list[bytes]:
+        """-> a key of 32 bytes for each part of the chunk `key`."""
         return [key[:30] + part.to_bytes(2, "little") for part in range(parts)]
 
     def find(self, key: bytes, parts: int = 1) -> Stored | None:
+        """-> where all parts of the chunk `key` are stored, or None."""
         keys = self.keys(key, parts)
         return next((Stored(storage, keys) for storage in self.storages if storage.has(keys)), None)
 
@@ -94,19 +98,21 @@ class StoredChunks:
 class Storage:
     """Values under keys, in a back end that several engines may share.
 
-    One thread looks up keys, one reads, and one writes, so that no other thread waits for the back end. A
-    back end is any object with three methods, which may raise any exception:
+    One thread looks up keys, one reads, and one writes, so that the engine's thread does not wait for the
+    back end. A back end is any object with three methods, which may raise any exception:
 
         exists(keys) -> list of bool        keys: strings of 64 hexadecimal digits
         get(keys) -> list of bytes or None
         set(keys, values)                   stores each value completely or not at all
 
     `exists` must also mark the keys as used, the last key first, so that the last block of a chain is deleted
-    first. A back end need not verify values: each begins with a checksum of its key and contents. Only `has`
-    needs another attribute, `index`: the keys that it has, from its own records.
+    first. A back end need not verify values, because `Storage` puts a checksum of key and contents in front
+    of each value. A back end for `has` must also have an attribute `index`, which contains the keys that it
+    stores.
 
-    If a read fails, its missing and damaged keys are doubted until they are written again. While the storage
-    is `silent`, no request may wait for it."""
+    If a read fails, the keys whose values are missing or damaged are doubted; if the back end raises, all
+    keys of the read are. Doubted keys count as not stored until they are written again. While the storage is
+    `silent`, no request may wait for it."""
 
     def __init__(self, backend, name: str = "storage", bandwidth=None):
         """`backend`: see above. `bandwidth`: of modelled storage that is slower than the back end
@@ -116,22 +122,25 @@ class Storage:
         self.failing: set[str] = set()  # names of the methods whose latest call raised
 
     def open(self, wake):
+        """Start the threads. `wake`: called after each job."""
         self.reader, self.writer = Worker("storage", wake), Worker("save", wake, background=True)
         self.asker = Worker("ask", wake)  # lookups do not wait for long reads
 
     def exists(self, keys: list[bytes]) -> Transfer:
         """Look up keys, and mark them as used.
 
-        Returns: a Transfer whose value has a bool for each key: whether it can be read."""
+        Returns: a Transfer. Its value has a bool for each key, which is True if the key can be read."""
         return self.asker.submit("exists", 0, self.track_errors, self.look_up, keys)
 
     def use(self, keys: list[bytes]):
-        """Mark keys as used, after the writes that are queued."""
+        """Mark keys as used. The writer does this after the writes that are queued already, so that they are
+        stored by then."""
         if keys and not self.is_backlogged:
             self.writer.submit("use", 0, self.track_errors, self.look_up, keys)
 
     def has(self, keys: list[bytes]) -> bool:
-        """-> whether all keys are stored, as far as `index` knows, and can be read now."""
+        """-> whether all keys are in the back end's `index`, none of them is doubted, and reading does not
+        hang."""
         known = self.backend.index
         return not self.reader.hangs and all(key.hex() in known and key not in self.doubted for key in keys)
 
@@ -150,7 +159,7 @@ class Storage:
 
     @property
     def silent(self) -> bool:
-        """Whether it hangs, or the latest lookup or read raised an error."""
+        """Whether a lookup or read hangs, or the latest lookup or read has raised an error."""
         return bool(self.failing - {"write"}) or self.reader.hangs or self.asker.hangs
 
     @property
@@ -159,8 +168,8 @@ class Storage:
         return self.writer.hangs or self.writer.jobs.qsize() >= BACKLOG
 
     def measure(self, size: int) -> Transfer:
-        """Measure the read bandwidth with a throwaway value of `size` bytes. Returns: the Transfer of the
-        read."""
+        """Measure the read bandwidth: write a value of `size` bytes that is used for nothing else, and read
+        it. Returns: the Transfer of the read."""
         key, contents = hashlib.sha256(b"measure %d" % size).digest(), numpy.arange(size).astype(numpy.uint8)
         self.reader.submit("measure", 0, self.track_errors, self.write, [key], [contents])
         self.reader.measured.forget()
@@ -179,8 +188,8 @@ class Storage:
         return self.bandwidth.value if self.bandwidth else 1e9
 
     def seconds(self, size: int) -> float:
-        """Estimate the seconds until `size` bytes would be read, after all queued reads. 0 before the first
-        read."""
+        """Estimate the seconds until `size` bytes would be read, after all queued reads. Returns: 0.0 before
+        the first read."""
         return self.measured.seconds(self.reader.reap_completed() + size)
 
     # On the workers' threads
@@ -197,10 +206,12 @@ class Storage:
             raise
 
     def look_up(self, keys: list[bytes]) -> list[bool]:
+        """-> whether each key is stored and not doubted. Marks the keys as used."""
         there = self.backend.exists([key.hex() for key in keys])
         return [known and key not in self.doubted for key, known in zip(keys, there, strict=True)]
 
     def read(self, keys: list[bytes], into: list[numpy.ndarray]):
+        """Read values into arrays. Raises Damaged if a value is missing or damaged."""
         wrong = set(keys)
         try:
             values = self.backend.get([key.hex() for key in keys])
@@ -215,6 +226,7 @@ class Storage:
             self.doubted |= wrong
 
     def write(self, keys: list[bytes], values: list[numpy.ndarray]) -> int:
+        """Write the values that are not stored yet. Returns: how many were written."""
         absent = {}
         for key, value, there in zip(keys, values, self.look_up(keys), strict=True):
             if not there:
@@ -246,4 +258,5 @@ class Damaged(Exception):
 
 
 def checksum(key: bytes, contents) -> bytes:
+    """-> 4 bytes, CRC-32 of key and contents."""
     return zlib.crc32(contents, zlib.crc32(key)).to_bytes(4, "little")
