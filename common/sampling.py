@@ -4,22 +4,24 @@ The tokens are the leaves of a tree, in the order of their ids, and each node ha
 at the root. At each level, one random number of the request selects a child, in proportion to the children's
 probabilities.
 
-Why not one random number for the whole vocabulary? It would be compared with the sum of all earlier tokens'
-probabilities. That sum depends on the batch, because batched products round differently. With 49,152 tokens
-in float32, one draw in 500 differed when other requests were in the batch."""
+Why is one random number for the whole vocabulary not enough? It would be compared with sums of the
+probabilities of all earlier tokens. These sums depend on the other requests in the batch, because a matrix
+product of another size rounds differently. With 49,152 tokens in float32, one draw in 500 differed when other
+requests were in the batch."""
 import torch
 import torch.nn.functional as F
 
 RUN = 16           # children per node
 LEVELS = 6         # random numbers per token: enough for RUN ** LEVELS tokens
-WINDOW = 128       # sort only the 128 likeliest tokens: most draws need no more
+WINDOW = 128       # sort only the 128 likeliest tokens, because most draws need no more
 
 
 def likeliest(logits) -> list[int]:
-    """Return the likeliest token of each row of logits [R, V], or the lowest id of equally likely ones.
+    """Return the likeliest token of each row of logits [R, V]. Of equally likely tokens, it is the one with
+    the lowest id.
 
-    The result is -1 if the largest logit is NaN or infinite. (Minus infinity elsewhere marks a token that
-    cannot follow.) On a GPU, this waits for the device once."""
+    The result is -1 for a row whose largest logit is NaN or infinite. (Other logits may be minus infinity,
+    which marks a token that cannot follow.) On a GPU, this call waits for the device once."""
     at = logits.argmax(-1) if logits.is_cuda else torch.from_numpy(logits.float().numpy().argmax(-1))   # [R]
     return at.where(logits.gather(1, at[:, None])[:, 0].isfinite(), -1).tolist()
 
@@ -27,9 +29,9 @@ def likeliest(logits) -> list[int]:
 def sample(requests: list, logits, tokens: list[int]) -> list[int | Exception]:
     """Replace a row's likeliest token by a sampled one, if the row's request has a temperature.
 
-    `tokens`: the likeliest token of each row of logits [R, V]. top_k keeps the k likeliest tokens. top_p then
-    keeps the fewest of these that reach its share of their sum. Of equally likely tokens the lowest ids are
-    kept.
+    `tokens`: the likeliest token of each row of logits [R, V]. A request's top_k keeps the k likeliest
+    tokens. Its top_p then keeps the fewest of these whose probabilities add up to the share top_p of their
+    sum. Of equally likely tokens the lowest ids are kept.
 
     Returns: for each row a token, or the exception that ends its request."""
     tokens, size, ways = list(tokens), logits.shape[1], {draw: {}, draw_among_likeliest: {}}
@@ -70,14 +72,15 @@ def draw(shares, u, *_):
 def draw_among_likeliest(shares, u, top_k, top_p):
     """Draw from the tokens that top_k [B, 1] and top_p [B, 1] keep -> [B].
 
-    Most rows keep fewer tokens than the WINDOW likeliest ones. For these, sort the window and draw with one
-    random number. For each other row, `keep` searches the whole vocabulary, and `draw` draws."""
+    The tokens that most rows keep are all among the WINDOW likeliest ones. For these rows, sort the window
+    and draw with one random number. For each other row, `keep` searches the whole vocabulary, and `draw`
+    draws."""
     count = min(WINDOW, shares.shape[1])
     ids = shares.topk(count, sorted=False).indices.sort(-1).values                      # [B, WINDOW]
     window, order = shares.gather(1, ids).sort(dim=-1, descending=True, stable=True)    # equal ones by id
     upto, last = window.cumsum(-1, dtype=torch.double), top_k.long().clamp(max=count) - 1
     totals = shares.sum(-1, True, dtype=torch.double).where(top_k == shares.shape[1], torch.inf)    # [B, 1]
-    totals = upto.gather(1, last).where(top_k <= count, totals)     # infinite: unknown
+    totals = upto.gather(1, last).where(top_k <= count, totals)     # infinite: not known from the window
     last = last.minimum(torch.searchsorted(upto, top_p * totals))                       # [B, 1]: a rank
     kept = window.where(torch.arange(count, device=ids.device) <= last, 0)
     upto = torch.zeros_like(upto).scatter_(1, order, kept.double()).cumsum(-1)          # by id
@@ -92,12 +95,14 @@ def draw_among_likeliest(shares, u, top_k, top_p):
 
 
 def keep(shares, goal, measure):
-    """Keep the fewest of `shares` [V], the largest first, until their weights add up to `goal` [1]. Set the
-    others to 0.
+    """Keep the fewest of `shares` [V], the largest first, whose weights add up to `goal` [1]. Set the others
+    to 0.
 
-    `measure(shares)`: the weights [V], which are 1 for top_k and the shares themselves for top_p. This is a
-    radix select. It adds up weights by ten bits of the shares at a time, the highest bits first, and sorts
-    nothing."""
+    `measure(shares)`: the weights [V]. Each weight is 1 for top_k, and the share itself for top_p.
+
+    The method is a radix select, which sorts nothing. It groups the shares by ten bits of their numbers at a
+    time, the highest bits first, and adds up the weights of each group to find the group of the smallest kept
+    share."""
     bits, weights = shares.view(torch.int32), measure(shares).double()
     at = torch.arange(len(shares), device=shares.device)        # candidates for the smallest kept share
     for shift in 20, 10, 0:
@@ -106,6 +111,6 @@ def keep(shares, goal, measure):
         found = torch.searchsorted(upto, goal.minimum(upto[-1:])) - 1   # digits of the smallest kept share
         goal, at = goal - upto[found], at[digits == found]
     kept = shares.where(shares > shares[at[0]], 0)
-    first = at[weights[at].cumsum(0) - weights[at] < goal]      # of equal shares
+    first = at[weights[at].cumsum(0) - weights[at] < goal]      # of equal shares, keep the lowest ids
     kept[first] = shares[first]
     return kept
