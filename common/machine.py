@@ -1,8 +1,8 @@
 """Measure how fast this machine runs a model: the prefill of a layer, and the projection of a layer's K and
 V.
 
-The two are timed in turn, so that their ratio holds on a busy machine, too. Noise only slows a measurement,
-so the fastest of several samples counts."""
+The two are timed in turn, so that their ratio is right even on a busy machine. Noise only ever makes a sample
+slower, so the fastest of several samples counts."""
 
 import time
 from itertools import cycle
@@ -14,14 +14,15 @@ from common.timeline import Clock
 
 ROWS = 512  # tokens in each measured pass
 OPERATIONS = 5e10  # floating-point operations of a whole measurement, which has 8 to 64 rounds
-PAUSE = 5e-3  # seconds to sleep before each call, because a restoration waits before each layer, too
+# Seconds to sleep before each call of a measured work, because a restoration also waits before each layer
+PAUSE = 5e-3
 
 
 def flops(config, start: int, end: int) -> float:
     """Count the floating-point operations of all layers for tokens [start, end).
 
-    Each weight takes two operations per token. In attention, each number of a key and of a value that a query
-    head reads takes two."""
+    For each token, each weight takes two operations. In attention, each query head reads a key and a value
+    for each token that it attends to, and each of their numbers takes two operations."""
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
     weights = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
@@ -33,15 +34,16 @@ def flops(config, start: int, end: int) -> float:
 def measure(model, *works) -> tuple[float, ...]:
     """Time each of `works`, which are functions without arguments, in turn with the prefill of one layer.
 
-    Returns: operations per second of prefill; and for each of `works` the number of prefill operations that
-    take as long as one call."""
+    Returns: the speed of prefill, in operations per second; and for each of `works` the time of one call, as
+    the number of prefill operations that take as long."""
     config, device, layers = model.config, model.device, cycle(model.layers)
     rows = min(ROWS, config.max_position_embeddings)
     hidden = torch.randn(rows, config.hidden_size, device=device).to(model.dtype)  # [T, D]
     rotation = model.rotary(torch.arange(rows, device=device))  # [T, 1, hd] each
     operations = flops(config, 0, rows) / config.num_hidden_layers  # of one layer
     clock = Clock(device)
-    # A thread's processor time does not advance while another process has the core
+    # Without a GPU, use the thread's processor time, which does not advance while another process has the
+    # core
     mark = clock.mark if device.type == "cuda" else time.thread_time
 
     def prefill():
@@ -57,13 +59,15 @@ def measure(model, *works) -> tuple[float, ...]:
             marks.append(mark())
         times = [*map(clock.seconds, marks)]
         samples.append([end - begin for begin, end in zip(times[::2], times[1::2])])
-    # Skip the first round, which touches memory and selects a GPU's kernels. Avoid a division by 0
+    # Skip the first round, which is slower: it touches new memory, and selects a GPU's kernels. `max` avoids
+    # a division by 0
     computing, *others = (max(1e-9, min(taken)) for taken in zip(*samples[1:]))
     return operations / computing, *(operations * seconds / computing for seconds in others)
 
 
 class Machine:
-    """How fast this machine runs a model. Measured once, and shared by all engines of that model."""
+    """The speed of this machine with one model. It is measured once, and shared by all engines of that
+    model."""
 
     def __init__(self, model):
         config, layers = model.config, cycle(model.layers)
@@ -79,7 +83,7 @@ class Machine:
                 side.index_copy_(0, slots, made)
 
         self.fastest, operations = measure(model, project)  # prefill operations per second
-        # Projecting one row in one layer takes as long as this many prefill operations
+        # How many prefill operations take as long as projecting one row in one layer
         self.projecting = operations / rows
 
 
