@@ -5,15 +5,18 @@ the keys and values of every token, per layer, in the KV cache. Within one answe
 token cheap. But the cache is dropped when the answer is complete, so the next turn of the conversation starts
 with computing everything again.
 
-The mechanism. One contiguous cache for one request, filled by prefill in chunks and read by decode. A
-conversation is stateless: each turn sends its whole history, and each turn computes all of it. With n tokens
-of history, the time to first token (TTFT) is
+The mechanism. Each request gets one contiguous cache. Prefill fills it in chunks, and decode reads it. No
+state is kept between the turns of a conversation: each turn sends the whole history, and each turn computes
+all of it. With n tokens of history, the time to first token (TTFT) is
 
     TTFT = n * (2 * weights + attention) / FLOP/s
 
-and none of this work is new. Chapters 02 to 09 avoid it, each in its own way, and must produce the same
-tokens as this file. Therefore it shares no engine with them. Their papers compare with this baseline, too:
-HCache (EuroSys '25, section 2.4: recomputation), Cake (sections 3 and 5.1: compute-only).
+    weights: number of the model's weights      attention: operations of attention per token
+
+All of this work was done before, in earlier turns. Chapters 02 to 09 avoid it, each in its own way. They must
+produce the same tokens as this file. Therefore this file shares no engine with them. Two of the papers
+compare with the same baseline: HCache (EuroSys '25, section 2.4) calls it recomputation, and Cake (sections 3
+and 5.1) calls it compute-only.
 
     python 01_baseline.py --demo
     python 01_baseline.py --prompt "What is a KV cache?"
@@ -224,7 +227,8 @@ def add_arguments(parser):
 
 
 def make_engine(model, arguments) -> Engine:
-    """Build the engine from the command line's options. Other chapters compare with it and its defaults."""
+    """Build the engine from the command line's options. Options that another chapter lacks get their
+    defaults."""
     options = vars(arguments)
     engine = Engine(model, options.get("prefill_chunk", PREFILL), not options.get("no_kv_cache", False))
     engine.explain = arguments.explain
