@@ -65,7 +65,7 @@ class Link(Lane):
         dst, src = as_lists(dst, src)
         transfer = CudaTransfer(self.name, label, sum(to.nbytes for to in written_part(dst, pairs)))
         transfer.clock = self.clock
-        transfer.host = [side for side in (*dst, *src) if not side.is_cuda]     # kernels do not keep it alive
+        transfer.host = [side for side in (*dst, *src) if not side.is_cuda]     # keep it alive for kernels
         before = self.in_flight[-1] if self.in_flight else None
         if not (pairs and pairs.ordered):
             self.stream.wait_stream(torch.cuda.current_stream())    # after all work that is queued now
@@ -155,7 +155,8 @@ def queue_blocks(to: torch.Tensor, out_of: torch.Tensor, pairs: BlockPairs, back
 
 
 def by_kernel(host: torch.Tensor, side: Side, backend: str | None) -> bool:
-    """-> whether a kernel copies: if the host memory is pinned, and the blocks are not one contiguous run."""
+    """-> whether a kernel copies the blocks. It can only if the host memory is pinned. Without a `backend`,
+    it does so if the blocks are not one contiguous run."""
     if backend == "direct" or not host.is_pinned():
         return False
     return backend == "kernel" or not (side.slice and host[side.slice].is_contiguous())
@@ -164,7 +165,7 @@ def by_kernel(host: torch.Tensor, side: Side, backend: str | None) -> bool:
 def adjacent(host: torch.Tensor, device: torch.Tensor, side: Side):
     """Yield (host view, device view) pairs; each pair is one copy.
 
-    A run that is not pinned is yielded as a whole, since PyTorch stages it anyway."""
+    A run that is not pinned is yielded as a whole, because PyTorch copies it through pinned memory anyway."""
     def split(there, here):
         if there.is_contiguous() or not there.is_pinned():
             yield there, here

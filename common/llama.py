@@ -1,11 +1,11 @@
 """The Llama family in plain PyTorch, split into parts that the chapters can call one at a time.
 
-Batches are flat. One row of T tokens may belong to many requests:
+Batches are flat: the T tokens of a batch are in one row, and may belong to many requests:
 
     tokens [T]   positions [T]   hidden [T, D]   q [T, H, hd]   k, v [T, KVH, hd]
 
     T: tokens of the batch   S: tokens in the cache   L: layers   V: vocabulary   I: size of the MLP
-    D: hidden size   H: query heads   KVH: KV heads   hd: numbers of a head
+    D: hidden size   H: query heads   KVH: KV heads   hd: numbers per head
 
 Positions and caches are arguments; no module stores the state of a request. The loop over the layers is in
 the engines (chapters 01 and 02), because later chapters change it.
@@ -49,8 +49,8 @@ class LlamaConfig:
 
 
 class Linear(nn.Linear):
-    """y = x W^T + b. Weights are not initialized, because they are loaded. shell/linear.py has a faster one
-    for CPUs."""
+    """y = x W^T + b. Weights are not initialized, because a checkpoint is loaded into them. shell/linear.py
+    has a faster class for CPUs."""
 
     def reset_parameters(self): ...
 
@@ -65,7 +65,7 @@ class Rotary(nn.Module):
         super().__init__()
         table = torch.empty(config.max_position_embeddings, 2, config.head_dim, **where)   # [P, 2, hd]
         self.register_buffer("table", table, persistent=False)
-        if not table.is_meta:                                          # a meta tensor has a size only
+        if not table.is_meta:                                          # a meta tensor has no data
             angles = torch.outer(torch.arange(len(table)).float(), rotary_frequencies(config))   # [P, hd/2]
             table[:, 0] = torch.cat((angles, angles), -1).cos()
             table[:, 1] = torch.cat((-angles, angles), -1).sin()
@@ -161,7 +161,7 @@ def attention(q, k, v, mask):
 
     `mask` is added to the scores. None means causal, except that a single row attends to everything. The KV
     heads are not copied for the query heads that share them. Returns: [T, H, hd]."""
-    if k.ndim == 4 or len(q) == 1:          # one token per row: treat a group's heads as queries
+    if k.ndim == 4 or len(q) == 1:          # one token per row: query heads become the queries of their KV head
         shape = len(q), -1, *k.shape[-2:]
         k, v = (side.reshape(shape).transpose(1, 2) for side in (k, v))          # [T, KVH, S, hd] each
         grouped = q.unflatten(1, (k.shape[1], -1))                               # [T, KVH, H/KVH, hd]

@@ -1,5 +1,6 @@
 """Block keys: each identifies a full block by its tokens and by all tokens that come before them. Every tier
-finds its blocks by these keys: by the object in this process, by its digest outside."""
+finds its blocks by these keys. Within this process the key object is used, and outside of it the key's
+digest."""
 
 import hashlib
 import itertools
@@ -22,15 +23,15 @@ class BlockKey:
 class BlockKeys:
     """The block keys of one engine: one object per content.
 
-    Keys are found by (parent, tokens), not by a hash: a hash collision would give a request another user's
-    text. A key that nothing references any more is forgotten."""
+    Keys are found by (parent, tokens) and never by a hash alone, because a collision of hashes would give a
+    request another user's text. A key that nothing references any more is forgotten."""
 
     def __init__(self, namespace: str, size: int):
         """`namespace`: everything other than tokens that a block's contents depend on, such as the model.
         `size`: tokens per block."""
         self.namespace, self.size = hashlib.sha256(namespace.encode()).digest(), size
         self.known: WeakValueDictionary[tuple, BlockKey] = WeakValueDictionary()
-        self.uses = itertools.count(1)
+        self.uses = itertools.count(1)  # the use counter, which all keys share
 
     def extend(self, chain: list[BlockKey], tokens: list[int], salt: str = "") -> list[BlockKey]:
         """Append a key to `chain` for each further full block of `tokens`, and return `chain`.
@@ -47,7 +48,7 @@ class BlockKeys:
         return chain
 
     def use(self, chain: list[BlockKey]):
-        """Mark a chain as the most recently used, in every tier that holds it. Its last block will be evicted
-        first."""
+        """Mark a chain as the most recently used, in every tier that holds it. Of its blocks, the last one
+        will be evicted first."""
         for block_key in reversed(chain):
             block_key.used = next(self.uses)

@@ -4,7 +4,9 @@ from typing import NamedTuple
 
 import torch
 
-FRESH = 10.0    # seconds until the clocks are paired again: they drift, and float32 milliseconds are coarse
+# Seconds after which the host's and the device's clock are read together again. The clocks drift, and CUDA
+# returns times as float32 milliseconds, which are coarse for a long time
+FRESH = 10.0
 
 
 class Clock:
