@@ -161,7 +161,7 @@ def attention(q, k, v, mask):
 
     `mask` is added to the scores. None means causal, except that a single row attends to everything. The KV
     heads are not copied for the query heads that share them. Returns: [T, H, hd]."""
-    if k.ndim == 4 or len(q) == 1:          # one token per row: query heads become the queries of their KV head
+    if k.ndim == 4 or len(q) == 1:          # one token per row: a group of heads acts as queries
         shape = len(q), -1, *k.shape[-2:]
         k, v = (side.reshape(shape).transpose(1, 2) for side in (k, v))          # [T, KVH, S, hd] each
         grouped = q.unflatten(1, (k.shape[1], -1))                               # [T, KVH, H/KVH, hd]
