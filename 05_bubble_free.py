@@ -22,13 +22,12 @@ time ends when the question has passed the last layer.
 The same plan is used for every history length, and for any number of simultaneous requests. It is chosen as
 follows:
 
-1. The plans are compared for a history of 1,024 tokens.
-2. Keep the plan with K in all layers, which is chapter 03, and each plan that is faster than this one by 1 ms
+1. Keep the plan with K in all layers, which is chapter 03, and each plan that is faster than this one by 1 ms
    or more for a history of 512 tokens.
-3. Of these, keep the plans that are nearly as fast as the best one and not slower than chapter 04. A plan is
-   nearly as fast if the best one takes at least 0.9 of its time. If all of them are slower than chapter 04,
-   keep only the best one.
-4. Of these, take the plan whose busier lane has the least work for 512 tokens. When many requests are
+2. Of these, keep the plans that are nearly as fast as the best one, and not slower than chapter 04, for a
+   history of 1,024 tokens. A plan is nearly as fast if the best one takes at least 0.9 of its time. If all of
+   them are slower than chapter 04, keep only the best one.
+3. Of these, take the plan whose busier lane has the least work for 512 tokens. When many requests are
    restored at once, the busier lane is the bottleneck, and this work is what each request adds to it.
 
 On a very small model, such as the default one, computing the question takes about as long as restoring the
@@ -44,8 +43,8 @@ The paper has a closed form for a history without a question. C_H and C_token ar
 to recompute a layer. IO_H and IO_KV are the seconds to copy its hidden states and its K and V. Of L layers,
 L_H are restored from hidden states, rounded up:
 
-    if projecting is the slower lane    L_H = L IO_KV / (IO_KV + C_H - IO_H),            the others are K
-    otherwise                           L_H = L C_token / (C_token + IO_H - C_H),        the others are R
+    if C_H > IO_H    L_H = L IO_KV / (IO_KV + C_H - IO_H),            the others are K
+    otherwise        L_H = L C_token / (C_token + IO_H - C_H),        the others are R
 
 The paper recomputes all R layers in full. Here the last one is only projected, because the history needs only
 its K and V. So a single R costs the processor as much as an H, but copies nothing. Chapter 04 is the plan
