@@ -16,15 +16,15 @@ l c / (l + c) seconds, provided that neither one waits.
 
 Neither side reserves a chunk in advance. So prefill never waits for storage, and no lock is needed. Both may
 work on the same chunk. If storage brings all tokens of a step while the step is being computed, the engine
-gives up the step, unless it also computes other requests. If prefill has computed a chunk before it is read,
-the read is cancelled. If a chunk is missing or damaged, the chunks that have arrived stay, and prefill
+gives up the step, unless the step also computes other requests. If prefill has computed a chunk before it is
+read, the read is cancelled. If a chunk is missing or damaged, the chunks that have arrived stay, and prefill
 computes the rest. Loading takes the late tokens, because they cost the most to compute: each token attends to
 all tokens before it.
 
 A step should be neither too long nor too short. A long step computes tokens that storage could have brought
-in the same time; in a short step each token costs more. So a step computes as many tokens as prefill will
-get in the end. If both sides keep their measured rates, that is left * l / (l + c) of the `left` tokens that
-are neither computed nor loaded. (In the paper a step has its full token budget, and a chunk is as long as a
+in the same time; in a short step each token costs more. So a step computes those of the
+remaining tokens that prefill will get if both sides keep their measured rates. If `left` tokens remain, these
+are left * l / (l + c) tokens. (In the paper a step has its full token budget, and a chunk is as long as a
 step.)
 
 If other requests run, `--share` limits the part of a step that such a prefill may take. The estimate of the
