@@ -355,7 +355,7 @@ class Engine(RequestQueue):
         self.token_budget, self.max_running = token_budget, max_running
         self.clock = Clock(self.model.device)
         self.block_keys = BlockKeys(f"{self.model.digest.hex()} {self.model.dtype} kv", self.pool.block_size)
-        self.filling: dict[BlockKey, Request] = {}  # block -> the running request that will fill it
+        self.filling: dict[BlockKey, Request] = {}  # block key -> the running request that will fill it
         self.work: list[tuple[Request, int]] = []  # (request, tokens) of the current step
         salt = (lambda v: isinstance(v, str) and len(v) <= 256), "a string of at most 256 characters"
         self.fields, self.pools = {"cache_salt": salt}, {"device": self.pool}

@@ -22,10 +22,9 @@ computes the rest. Loading takes the late tokens, because they cost the most to 
 all tokens before it.
 
 A step should be neither too long nor too short. A long step computes tokens that storage could have brought
-in the same time; in a short step each token costs more. So a step computes those of the
-remaining tokens that prefill will get if both sides keep their measured rates. If `left` tokens remain, these
-are left * l / (l + c) tokens. (In the paper a step has its full token budget, and a chunk is as long as a
-step.)
+in the same time; in a short step each token costs more. So a step computes as many of the `left` remaining
+tokens as prefill will get if both sides keep their measured rates: left * l / (l + c). (In the paper a step
+has its full token budget, and a chunk is as long as a step.)
 
 If other requests run, `--share` limits the part of a step that such a prefill may take. The estimate of the
 time to compute assumes the same limit. With `--compute leftover` a prefill takes the tokens of a step that

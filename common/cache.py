@@ -139,7 +139,7 @@ class Cache:
             time.sleep(1e-3)
 
     # Optional
-    fields: dict = {}  # request options that this chapter adds: name -> (test, words for a value that fails)
+    fields: dict = {}  # request options that this chapter adds: name -> (test, words for a valid value)
     pools: dict = {}  # name -> BlockPool, for the web page
     storage = None  # a Storage or StoredChunks whose errors `poll` counts
 
@@ -167,5 +167,5 @@ class Cache:
         """Forget a request. Called when it finishes, fails, is cancelled or is preempted."""
 
     def agree(self, fact: bool) -> bool:
-        """-> whether `fact`, which only this process knows, holds on all ranks (09)."""
+        """-> whether `fact` holds on all ranks (09). With one process, this is `fact` itself."""
         return fact
