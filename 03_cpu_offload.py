@@ -6,7 +6,7 @@ larger and idle.
 
 The mechanism. A second block pool in pinned host memory. Each device block is copied to it in the background
 as soon as it is full, so that a later eviction need not wait for a copy. When a request arrives whose prefix
-is no longer on the device, its blocks are copied back, layer by layer: a copy replaces a forward pass.
+is no longer on the device, its blocks are copied back, layer by layer. Then a copy replaces a forward pass.
 
 If other requests can compute while the blocks are copied, they do, and this request joins them when all of
 its layers have arrived. If none can, the forward pass of the new question starts at once, one layer
@@ -174,8 +174,8 @@ class HostCache(Cache):
         """Start to copy blocks to host memory, as many as fit there.
 
         If the link seems so slow that the copies would take `longest_save` or more, start only as many as a
-        new measurement of the link needs; and start none while another save is in flight, since that one
-        measures the link already.
+        new measurement of the link needs. While another save is in flight, start none in this case, because
+        that save measures the link already.
 
         Returns: how many of `block_keys`, from the first on, were started."""
         size, link = self.host.block_bytes, self.save_link
