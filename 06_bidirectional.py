@@ -18,8 +18,8 @@ Neither side reserves a chunk in advance. So prefill never waits for storage, an
 work on the same chunk. If storage brings all tokens of a step while the step is being computed, the engine
 gives up the step, unless the step also computes other requests. If prefill has computed a chunk before it is
 read, the read is cancelled. If a chunk is missing or damaged, the chunks that have arrived stay, and prefill
-computes the rest. Loading takes the late tokens, because they cost the most to compute: each token attends to
-all tokens before it.
+computes the rest. Late tokens cost the most to compute, because each token attends to all tokens before it.
+Therefore these are loaded, and the early ones are computed.
 
 A step should be neither too long nor too short. A long step computes tokens that storage could have brought
 in the same time; in a short step each token costs more. So a step computes as many of the `left` remaining
@@ -188,7 +188,7 @@ class BidirectionalCache(Cache):
                 elif unread:
                     yield  # other requests use all staging blocks
                 else:
-                    return  # all chunks are loaded: prefill computes the tokens before the limit
+                    return  # no chunk is left, and prefill computes the tokens before the limit
         finally:
             for _, block, transfer in reading:  # cancel the reads that have not begun
                 transfer.cancel()
