@@ -674,7 +674,7 @@ class TieredCache(offload.HostCache):
         """Called when a request ends or is preempted: record its last pages, and end its prefetch."""
         self.record_pages(request)
         super().finished(request)
-        if self.storage:  # mark the chain as used: storage deletes its tail before its head
+        if self.storage:  # mark the chain as used, its head last, so that its tail is deleted first
             self.storage.use([page.digest for page in request.chain])
         if request.memo:
             self.end_prefetch(request.memo)
