@@ -25,9 +25,9 @@ computed, one after the other, before the next layer begins (zig-zag order). So 
 all of them. While one mini-batch is computed, the context of the next one is copied. If a copy fails, the
 engine runs the step again.
 
-The engine of chapter 02 does not know about kinds of blocks: its pool only hands out block numbers. `KindMap`
-assigns a kind to each number, spread evenly, so that any run of numbers has about the plan's ratio of kinds.
-The plan (section 1) uses device memory for whole layers of weights, or for blocks of one kind.
+The engine of chapter 02 does not know about kinds of blocks, because its pool only hands out block numbers.
+`KindMap` assigns a kind to each number, spread evenly, so that any run of numbers has about the plan's ratio
+of kinds. The plan (section 1) uses device memory for whole layers of weights, or for blocks of one kind.
 
 Source: CAPTURE ("Throughput-Oriented LLM Inference via KV-Activation Hybrid Caching with a Single GPU", Lee
 et al.), sections III-C and IV. The zig-zag order is FlexGen's (Sheng et al., ICML '23).
@@ -446,7 +446,7 @@ class MiniBatch:
 class HybridRunner:
     """A Runner of chapter 02's engine that computes in mini-batches. Its pool has block numbers only; the
     numbers stand for blocks of four kinds (KINDS), and each kind has a memory of its own."""
-    pieces = None  # no CUDA graphs: streamed weights change their device address
+    pieces = None  # no CUDA graphs, because streamed weights change their device address
 
     def __init__(self, model: Llama, plan: Plan, bandwidth, block_size=16, rows=8192):
         """`bandwidth`: of a modelled link, in bytes per second; None on a GPU. `rows`: how many tokens of
