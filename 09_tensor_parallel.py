@@ -139,7 +139,7 @@ class AgreedTransfer(links.Transfer):
     """A transfer as all ranks see it. It is complete once it is complete on all ranks, and it has failed if
     it has failed on any. The ranks have agreed on `state`: ON_ITS_WAY, FAILED, or ARRIVED + a number."""
 
-    issued = 0.0  # no grace period: only the restoration's deadline counts, because the ranks agree on it
+    issued = 0.0  # no grace period, because the ranks agree on the restoration's deadline only
 
     def __init__(self, own: links.Transfer, cache: "SyncedCache", number):
         """`own`: this rank's transfer. `number(value)`: a number that the transfer's value yields, and on
@@ -193,7 +193,7 @@ class SyncedCache(Cache):
     Three calls are collective, so all ranks must reach them in the same order: `poll`, `agree` after a
     `match`, and `agree` in the `queue_wait` of a last layer."""
 
-    longest_save = math.inf  # do not decide by a clock whether to save: clocks differ between ranks
+    longest_save = math.inf  # do not decide by a clock whether to save, because clocks differ
 
     def __init__(self, ranks: Ranks, *what):
         super().__init__(*what)
@@ -290,7 +290,7 @@ class PageHeadCache(KVCache):
     """Chapter 03's Cache with storage as the tier below host memory. A page is stored as one object for each
     KV head, so any number of ranks can read it."""
 
-    threshold = 256  # tokens: a prefetch of fewer does not pay (as in chapter 07)
+    threshold = 256  # fewest tokens that a prefetch reads (as in chapter 07)
     run = 64  # tokens in one read (as in chapter 07)
 
     def __init__(self, ranks, blocks: int, bandwidth, storage: store.Storage, heads: range, writes=True):
