@@ -63,7 +63,8 @@ class Cache:
         This is a generator. It starts copies and yields each Transfer that must complete before it continues.
         It yields None after a portion of work, so that other requests can run. It adds 1 to
         `restoration.layers` when a layer's K and V are written. In 06 it lowers `restoration.limit` instead,
-        when tokens are restored. It returns when all layers (in 06: all tokens) are restored.
+        when tokens are restored. It returns when all layers are restored, or, in 06, when no chunk is left to
+        load.
 
         The driver resumes it, and may close it at any yield. Therefore it must `hold` the blocks of a copy
         before the next yield."""
