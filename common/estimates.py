@@ -12,7 +12,7 @@ from common.machine import flops, machine_of
 from common.requests import Request, RequestQueue
 
 # Load if that is estimated to take at most this share of the time to compute. The margin is there because a
-# load that is late costs both times: the tokens are then computed as well
+# late load costs both times: after it, the tokens are computed as well
 LOAD_THRESHOLD = 0.8
 MAX_WAIT = 60.0  # seconds: the limit for waiting for a prefetch, and for a load under --always-restore
 FULL_SPEED = {"cpu": 128, "cuda": 512}  # rows per step from which prefill runs at nearly full speed
