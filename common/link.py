@@ -121,7 +121,7 @@ class Speed:
 class Lane:
     """A queue of transfers that are executed one after the other. Links and workers are lanes."""
 
-    measured_from = 1           # bytes: smaller transfers are too short to measure a speed
+    measured_from = 1           # bytes; smaller transfers are too short to measure a speed
     latency = 0.0               # seconds of a transfer of 0 bytes
 
     def __init__(self, name: str):
