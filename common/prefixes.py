@@ -17,7 +17,7 @@ class BlockKey:
     parent: "BlockKey | None" = field(repr=False)
     tokens: tuple
     digest: bytes  # SHA-256 of the parent's digest and the tokens: the key outside this process
-    used: int = 0  # counter value at its last use: every pool evicts the smallest first
+    used: int = 0  # counter value at its last use; every pool evicts the smallest first
 
 
 class BlockKeys:
