@@ -120,7 +120,7 @@ class Request:
     memo: object = None            # state that the Cache keeps for this request; the engine does not read it
 
     def __post_init__(self):
-        self.tokens = list(self.tokens)                         # a copy: it grows
+        self.tokens = list(self.tokens)                         # a copy, because it grows
         self.prompt_tokens = len(self.tokens)
         self.timeline.began = self.received
         self.generator = torch.Generator()
