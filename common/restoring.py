@@ -173,7 +173,9 @@ class Restorer:
         if request.restoration and restoration.is_complete:
             self.end_restoration(request)
             self.engine.register(request)
-            self.start_restoration(request)  # for later tokens: in another tier, or saved since
+            # Ask the Cache again: later tokens may be in another tier, or may have been saved since the last
+            # match
+            self.start_restoration(request)
         return (restoration.layers - before) * rows
 
     def before_layer(self, index: int, hidden: torch.Tensor, batch: "Batch"):  # noqa: F821
@@ -263,7 +265,7 @@ class Restorer:
                     restoration.generator = restoration.awaited = None
                     if restoration.layers < self.depth:
                         raise TransferError("the cache ended early")
-                elif restoration.awaited is None:  # it has done a portion of work: let other requests run
+                elif restoration.awaited is None:  # it has done a portion of work; other requests may run
                     if not wait or restoration.computes:
                         break
                     self.engine.interrupt()
