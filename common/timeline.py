@@ -16,7 +16,7 @@ class Clock:
     def __init__(self, device: torch.device | str):
         self.device = torch.device(device)
         if self.device.type == "cuda":
-            self.stream = torch.cuda.Stream(priority=-1)    # its own stream: nothing else is queued there
+            self.stream = torch.cuda.Stream(priority=-1)    # its own stream, in which nothing else is queued
             self.pair()
 
     def pair(self):
