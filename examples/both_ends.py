@@ -24,7 +24,7 @@ class BothEnds:
         return not (request.memo and request.memo.answered) and super().waits(request)
 
     def offer(self, request):
-        """Return a Match of the pages that storage holds.
+        """Return a Match of what follows the computed tokens, up to the last page that storage holds.
 
         Its seconds assume that the engine computes from the front at the same time."""
         match = super().offer(request)
