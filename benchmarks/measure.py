@@ -216,7 +216,8 @@ def write(benchmark: str, device: str, path: Path, found: list[dict]):
     path = path if path.suffix else path / f"{benchmark}-{device_name(device)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({
-        "command": " ".join([f"python -m benchmarks.{benchmark}", *sys.argv[1:]]), "commit": commit(),
+        "command": " ".join([f"python -m benchmarks.{benchmark}", *sys.argv[1:]]).replace(f"{RESULTS.parents[1]}/", ""),
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"), "processor": processor(device),
         "threads": torch.get_num_threads(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__, "transformers": transformers.__version__, "found": found}, indent=1) + "\n")
