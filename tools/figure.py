@@ -17,7 +17,7 @@ from common.estimates import Estimates
 from common.prefixes import BlockKeys
 from common.requests import Request
 from common.restoring import Restorer
-from shell import checkpoint
+from shell import checkpoint, lesson
 from shell.modelled_link import Bandwidth
 
 paged, offload, tiered = map(importlib.import_module, ("02_paged_kv", "03_cpu_offload", "07_tiered_storage"))
@@ -46,9 +46,7 @@ def way_of_a_request() -> str:
     cache, calls = offload.HostCache(blocks=8, bandwidth=1e9), []
     engine = make_engine(Restorer(cache, Estimates(always=True)))
     engine.generate([Request(PROMPT, max_tokens=1)])
-    while engine.busy:  # until host memory has the blocks
-        engine.step()
-    engine.evict("device")
+    lesson.wait_until_idle(engine, "device")  # when host memory has the blocks, evict them from the device
     boxes = [id(engine), id(engine.lower_tier), id(cache), id(cache.load_link)]
 
     def record(frame, event, _):

@@ -50,7 +50,6 @@ def headlines(results: dict) -> dict[str, str]:
         writes=lambda: first("baseline", "lone", "classroom")["times_as_fast"]["01"]["dynamic"]["tbt"],
         writes_trained=lambda: first("baseline", "lone", TRAINED)["times_as_fast"]["01"]["dynamic"]["tbt"],
         many=lambda: first("engine", "throughput", "classroom")["ratio"], restored=lambda: planned(even)["over_02"]["03"],
-        trained=lambda: first("planned", "ttft", TRAINED, history_tokens=1024)["over_02"]["03"],
         states=lambda: planned(link)["over_03"]["04"], states_even=lambda: planned(even)["over_03"]["04"],
         plan_least=lambda: min(median(planned(each)["over_03"]["05"]) for each in LINKS),
         plan_most=lambda: max(median(planned(each)["over_03"]["05"]) for each in LINKS),
