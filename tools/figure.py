@@ -64,11 +64,11 @@ def way_of_a_request() -> str:
     engine.step()
     sys.setprofile(None)
     engine.close()
-    lines, at = ["[Engine]             [Restorer]           [HostCache]          [link]"], None
+    lines, at = ["[Engine]                 [Restorer]               [HostCache]              [link]"], None
     for (box, name), same in groupby(calls):
         times = len(list(same))
-        lines += [] if box == at else ["   " + f"{'|':21}" * box]
-        lines[-1] += f"|- {name} {f'{times} times ' * (times > 1)}".ljust(20, "-") + ">"
+        lines += [] if box == at else ["   " + f"{'|':25}" * box]
+        lines[-1] += f"|- {name} {f'{times} times ' * (times > 1)}".ljust(24, "-") + ">"
         at = box + 1
     return "\n".join(lines)
 
