@@ -90,22 +90,25 @@ def chapter_06(chunks=8, load=4.0, compute=2.0, more=1.0, gbps=10.0):
     lengths = [("tokens", "l, s", "c, s", "l / c", "both, s", "computed")]
     for tokens in 2048, 8192, 32768:
         compute, load, both, share = on_paper.cake_seconds(tokens, gbps)
-        each = (round(number, 2) for number in (load, compute, load / compute, both))
-        lengths.append((tokens, *each, f"{share:.0%}"))
+        lengths.append((tokens, *(round(number, 2) for number in (load, compute, load / compute, both)), f"{share:.0%}"))
     spans = [(lane, chunk, start, min(end, met)) for end, lane, chunk, start in events if start < met]
     alike, share = both_ends.time_to_meet(l, c)
     return dict(l=l, c=c, alike=alike, share=f"{share:.0%}"), [[("ms", *costs), *rows], lengths], [("", spans)]
 
 
 def chapter_07(pages=64, read=4.0, link=0.25, compute=4.0, question=10.0, timeout=85.0):
-    came, l, c = min(pages, int(timeout / read)), pages * read, pages * compute  # noqa: E741
-    last = link * tiered.READ // 16  # the pages of the last read; the others are loaded while it is read
+    per_read, arrived = min(pages, tiered.READ // 16), min(pages, int(timeout / read))  # pages
+    waited, last = min(timeout, pages * read), min(per_read, arrived)
+    l, c = pages * max(read, link), pages * compute  # noqa: E741
+    loaded = l + per_read * min(read, link)  # the slower lane, and the faster one for the pages of one read
+    in_time = max(waited, last * read + arrived * link) if link > read else waited + last * link
     base, more = inspect.signature(tiered.TieredCache).parameters["timeout"].default
     made = dict(base=1e3 * base, more=1e3 * more, tokens=16 * pages, default=1e3 * (base + more * pages / 64))
-    made["bounded"] = min(timeout, l) + last + (pages - came) * compute + question
-    made["guard"] = "load" if l + last <= LOAD_THRESHOLD * c else "compute"
-    made.update(waited=l + last + question, met=both_ends.time_to_meet(l, c)[0] + question)
-    return dict(made, came=came, l=l, c=c, worth=LOAD_THRESHOLD, computed=c + question), [], []
+    made |= dict(slow_link="the link") if link > read else dict(slow_storage="storage")
+    made |= dict(l=l, c=c, pages_per_read=per_read, arrived=arrived, in_last_read=last, all_loaded=loaded, arrived_loaded=in_time)
+    made |= dict(computed=c + question, complete=loaded + question, met=both_ends.time_to_meet(l, c)[0] + question)
+    guard = "load" if loaded <= LOAD_THRESHOLD * c else "compute"
+    return dict(made, bounded=in_time + (pages - arrived) * compute + question, worth=LOAD_THRESHOLD, guard=guard), [], []
 
 
 def chapter_08(weights=12.0, kv=1.5, rebuild=1.0, new=5.0, device=3, room=37):

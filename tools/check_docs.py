@@ -46,8 +46,7 @@ def commands(markdown: str) -> list[list[str]]:
     found = []
     for line in [*lines, *spans(markdown)]:
         for part in re.split(r"&&|[|>;]", line.strip().removeprefix("$ ").partition("  #")[0]):
-            match = re.match(r"\s*(?:\w+=\S+ +)*(?:\S*/)?python3? +(.*)", part)
-            if match:
+            if match := re.match(r"\s*(?:\w+=\S+ +)*(?:\S*/)?python3? +(.*)", part):
                 found.append(shlex.split(match[1], comments=True))
     return found
 
@@ -158,14 +157,12 @@ def names(page: Path, text: str):
     for line in re.sub(r"\n  (?=\S)", " ", prose(text)).splitlines():
         parts = re.split(r"`([\w/]+\.py)`: ", line)
         for file, words in zip(parts[1::2], parts[2::2]):
-            for name in re.findall(r"`([A-Za-z_][\w.]*)`", words):
-                if name not in names_in(file):
-                    yield f"{file} has no {name}"
+            mentioned = re.findall(r"`([A-Za-z_][\w.]*)`", words)
+            yield from (f"{file} has no {name}" for name in mentioned if name not in names_in(file))
     files = *ROOT.glob("0[1-9]*.py"), *ROOT.glob("common/*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("examples/*.py")
     known = set().union(*(names_in(path.relative_to(ROOT).as_posix()) for path in files))
-    for word in spans(text) if page.parent == LESSONS else ():
-        if re.fullmatch(r"[A-Z]\w*\.\w+", word) and word not in known:
-            yield f"{word} is defined nowhere"
+    methods = (word for word in spans(text) if page.parent == LESSONS and re.fullmatch(r"[A-Z]\w*\.\w+", word))
+    yield from (f"{word} is defined nowhere" for word in methods if word not in known)
 
 
 def numbers_by_hand(page: Path, text: str):
@@ -195,10 +192,8 @@ CHECKS = generated, described_options, shown_commands, numbers_by_hand, links_an
 
 
 def main():
-    wrong = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        wrong += [f"{page.name}: {sentence}" for check in CHECKS for sentence in check(page, text)]
+    pages = ((page, page.read_text(encoding="utf-8")) for page in PAGES)
+    wrong = [f"{page.name}: {sentence}" for page, text in pages for check in CHECKS for sentence in check(page, text)]
     print("\n".join(wrong) or "The documents agree with the code.")
     sys.exit(bool(wrong))
 

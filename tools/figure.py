@@ -17,7 +17,7 @@ from common.estimates import Estimates
 from common.prefixes import BlockKeys
 from common.requests import Request
 from common.restoring import Restorer
-from shell import checkpoint
+from shell import checkpoint, lesson
 from shell.modelled_link import Bandwidth
 
 paged, offload, tiered = map(importlib.import_module, ("02_paged_kv", "03_cpu_offload", "07_tiered_storage"))
@@ -46,9 +46,7 @@ def way_of_a_request() -> str:
     cache, calls = offload.HostCache(blocks=8, bandwidth=1e9), []
     engine = make_engine(Restorer(cache, Estimates(always=True)))
     engine.generate([Request(PROMPT, max_tokens=1)])
-    while engine.busy:  # until host memory has the blocks
-        engine.step()
-    engine.evict("device")
+    lesson.wait_until_idle(engine, "device")  # when host memory has the blocks, evict them from the device
     boxes = [id(engine), id(engine.lower_tier), id(cache), id(cache.load_link)]
 
     def record(frame, event, _):
@@ -66,11 +64,11 @@ def way_of_a_request() -> str:
     engine.step()
     sys.setprofile(None)
     engine.close()
-    lines, at = ["[Engine]             [Restorer]           [HostCache]          [link]"], None
+    lines, at = ["[Engine]                 [Restorer]               [HostCache]              [link]"], None
     for (box, name), same in groupby(calls):
         times = len(list(same))
-        lines += [] if box == at else ["   " + f"{'|':21}" * box]
-        lines[-1] += f"|- {name} {f'{times} times ' * (times > 1)}".ljust(20, "-") + ">"
+        lines += [] if box == at else ["   " + f"{'|':25}" * box]
+        lines[-1] += f"|- {name} {f'{times} times ' * (times > 1)}".ljust(24, "-") + ">"
         at = box + 1
     return "\n".join(lines)
 

@@ -142,11 +142,6 @@ def over_plan(plan: str) -> float:
     return 2 * len(plan) / (plan.count("H") + 2 * plan.count("K"))
 
 
-def stored() -> list[float]:
-    """Return the ratio of bytes in Table 3 for each model, by the closed form."""
-    return [over_plan(planned.closed_form(model.layers, on_ssds(model))) for model in MODELS]
-
-
 def copy_over_computing(tokens: int = 4096) -> float:
     """Return the time to copy K and V over the time to compute them: a 70B on an H100, 64 GB/s, 16 bits, 80
     layers with 8 KV heads of 128."""
@@ -246,12 +241,6 @@ def less(*cell) -> tuple[float, float]:
     return 1 - both / computing, 1 - both / loading
 
 
-def both_over(way: int) -> list[float]:
-    """Return TTFT of both ends over TTFT of computing alone (`way` 0) or loading alone (1), for the cells of
-    appendix C: 9K and 14K tokens, 2 to 10 Gbit/s, 10 to 90 % of an A100."""
-    return [1 - less(*cell)[way] for cell in product((9e3, 14e3), (2, 5, 10), (0.1, 0.5, 0.9))]
-
-
 def cake():
     yield "Equation 1 counts 4 x layers x width x bytes; K and V are 2 x. Section 2.3: seconds"
     kv = 2 * 2 * 80 * 8192 / 1e6
@@ -316,14 +305,6 @@ def capture_mean(way: int) -> list[float]:
     """Return the gain in geometric mean over models and prompts, over K and V only (`way` 0) or activations
     only (1)."""
     return [statistics.geometric_mean(capture_gains(*cell)[way] for cell in product(OPT, PROMPTS))]
-
-
-def capture_traffic(name: str, requests: int, context: int = 1024) -> float:
-    """Return the bytes of K and V only over those of the best mix, in a decode step, without weights (Figure
-    9)."""
-    lanes = capture_lanes(name, requests * context, requests)
-    best = min(range(1001), key=lambda share: capture_seconds(**lanes, act=share / 1000))
-    return 1 / (1 - best / 2000)
 
 
 def capture_ratio(name: str) -> float:

@@ -43,7 +43,7 @@ def chart(spans: list[tuple]) -> str:
     return charts.chart(timeline, round(last) if 12 <= last <= 80 else 64)
 
 
-SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1200 {}" font-family="monospace" font-size="16.6">
+SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {} {}" font-family="monospace" font-size="16.6">
 <pattern id="idle" width="8" height="8" patternUnits="userSpaceOnUse"><path d="M0 8L8 0" stroke="#888"/></pattern>
 {}</svg>
 """
@@ -59,4 +59,4 @@ def picture(text: str) -> str:
         for x, letter in enumerate(row, len(began) + 1):
             parts.append(BOX.format(10 * x, 26 * y + 2, "url(#idle)" if letter == "." else "#9ecae1"))
         parts.append(WORDS.format(0, 26 * y + 20, 10 * len(line), line.replace(".", " ") if row else line))
-    return SVG.format(26 * len(lines), "".join(parts))
+    return SVG.format(10 * max(120, *map(len, lines)), 26 * len(lines), "".join(parts))

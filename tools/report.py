@@ -35,29 +35,24 @@ def headlines(results: dict) -> dict[str, str]:
     def first(file: str, claim: str, model: str, **wanted) -> dict:
         return rows(results[f"{file}-cpu"]["found"], claim, model=model, **wanted)[0]
 
-    def planned(link: str) -> dict:
-        return first("planned", "ttft", "random:long", history_tokens=1984, link=link)
-
-    def whole(policy: str) -> dict:
-        return first("hybrid_blocks", "whole", "random:long", policy=policy)
-
     def rate(policy: str) -> float:
-        return median(whole(policy)["tokens_per_second"])
+        return median(whole(policy=policy)["tokens_per_second"])
     link, even, slow = LINKS
+    planned = partial(first, "planned", "ttft", "random:long", history_tokens=1984)
+    whole = partial(first, "hybrid_blocks", "whole", "random:long")
     ranks = partial(first, "ranks", "ranks", "classroom", ranks=2, keep="states")
     by_paper = [[on_paper.capture_gains(name, prompt)[0] for prompt in on_paper.PROMPTS] for name in ("6.7B", "66B")]
     made = dict(
         writes=lambda: first("baseline", "lone", "classroom")["times_as_fast"]["01"]["dynamic"]["tbt"],
         writes_trained=lambda: first("baseline", "lone", TRAINED)["times_as_fast"]["01"]["dynamic"]["tbt"],
-        many=lambda: first("engine", "throughput", "classroom")["ratio"], restored=lambda: planned(even)["over_02"]["03"],
-        trained=lambda: first("planned", "ttft", TRAINED, history_tokens=1024)["over_02"]["03"],
-        states=lambda: planned(link)["over_03"]["04"], states_even=lambda: planned(even)["over_03"]["04"],
-        plan_least=lambda: min(median(planned(each)["over_03"]["05"]) for each in LINKS),
-        plan_most=lambda: max(median(planned(each)["over_03"]["05"]) for each in LINKS),
+        many=lambda: first("engine", "throughput", "classroom")["ratio"], restored=lambda: planned(link=even)["over_02"]["03"],
+        states=lambda: planned(link=link)["over_03"]["04"], states_even=lambda: planned(link=even)["over_03"]["04"],
+        plan_least=lambda: min(median(planned(link=each)["over_03"]["05"]) for each in LINKS),
+        plan_most=lambda: max(median(planned(link=each)["over_03"]["05"]) for each in LINKS),
         both=lambda: first("both_ends", "grid", "classroom", history_tokens=1984, share=1.0, r=1)["better_over_both"],
         throughput=lambda: first("tiered", "mix", "random:long", at_once=2)["throughput"],
         lower=lambda: f"{median(first('tiered', 'mix', 'random:long', at_once=1)['lower']):.0%}",
-        over_kv=lambda: whole("kv-only")["over"], over_act=lambda: whole("act-only")["over"],
+        over_kv=lambda: whole(policy="kv-only")["over"], over_act=lambda: whole(policy="act-only")["over"],
         naive_of_kv=lambda: f"{rate('naive') / rate('kv-only'):.0%}", naive_of_hybrid=lambda: f"{rate('naive') / rate('hybrid'):.0%}",
         share=lambda: f"{ranks()['share_of_one_rank']:.0%}", agreements=lambda: f"{ranks()['agreements']:.0f}",
         paper_small=lambda: max(by_paper[0]), paper_large=lambda: max(by_paper[1]))  # fmt: skip
@@ -104,10 +99,8 @@ def conditions(results: dict) -> str:
 def gpu(results: dict, everything: bool = True) -> str:
     """Return the tables of each GPU's results by `python -m tools.gpu_report`. docs/measured.md has the first
     one alone (`everything` False)."""
-    parts = []
-    for name, found in results.items():
-        if not name.startswith("gpu-"):
-            continue
+    parts, gpus = [], {name: found for name, found in results.items() if name.startswith("gpu-")}
+    for name, found in gpus.items():
         every = [dict(row, column=f"{row['model']}, {row['history']:,}") for job in found.values() for row in job["rows"] if "kernels" in row]
         for row in every:
             row["least"] = f" of {tables.milliseconds(row['allowed_ms'])}" if "allowed_ms" in row else ""
