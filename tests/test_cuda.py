@@ -91,7 +91,7 @@ def test_the_link_is_real_and_its_host_side_is_pinned(gpu):
     engine = make("host")
     assert not engine.lower_tier.cache.load_link.modelled and engine.lower_tier.cache.host.memory.is_pinned()
     assert hardware.bandwidth(engine.model) is None
-    with pytest.raises(ValueError, match="leave it out"):
+    with pytest.raises(ValueError, match="leave --link out"):
         hardware.bandwidth(engine.model, 1.0)
     assert engine.lower_tier.cache.load_link.measure() > 1e8
     assert str(engine.lower_tier.cache.load_link).startswith("link, ")
