@@ -83,7 +83,7 @@ class Directory:
         return [os.path.isfile(self.path(key)) for key in keys]
 
     def get(self, keys: list[str]) -> list[bytes | None]:
-        """Read the files of `keys`. First ask the kernel for all of them, so that the disk reads several at once."""
+        """Read files. First ask the kernel for all of them, so that the disk reads several at once."""
         for key in keys if len(keys) > 1 and hasattr(os, "posix_fadvise") else ():
             with suppress(OSError), open(self.path(key), "rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
