@@ -15,8 +15,8 @@ all of it. With n tokens of history, the time to first token (TTFT) is
 
 All of this work was done before, in earlier turns. Chapters 02 to 09 avoid it, each in its own way. They must
 produce the same tokens as this file. Therefore this file shares no engine with them. Two of the papers
-compare with the same baseline: HCache (EuroSys '25, section 2.4) calls it recomputation, and Cake (sections 3
-and 5.1) calls it compute-only.
+compare with the same baseline: HCache (EuroSys '25, section 2.4) calls it recomputation, and Cake (section
+5.1) calls it compute-only.
 
     python 01_baseline.py --demo
     python 01_baseline.py --prompt "What is a KV cache?"

@@ -22,12 +22,19 @@ blocks, where all rows of a layer are adjacent. Sorting is needed because a rest
 many tokens, but a decode step writes all layers of one token. If the buffer is full, the rows are dropped,
 and no later rows of that request are saved.
 
-Two departures from the paper. The paper copies the states out layer by layer, during the step; here they
-leave after it (benchmarks/variants.py measures both). The paper's chunks have 64 tokens; here a block has as
-many tokens as a block of the device (16; see `--block-size`), and the same key. With `--disk`, blocks are
-kept in files as well.
+Departures from the paper:
+- The paper copies the states out layer by layer, during the step. Here they leave after it
+  (benchmarks/variants.py measures both).
+- The paper's chunks have 64 tokens. Here a block has as many tokens as a block of the device (16; see
+  `--block-size`), and the same key.
+- The paper projects a history in mini-batches (4.1.1), here in one product per layer.
+- The paper restores the history, then computes the question (section 5). Here the question follows one layer
+  behind the restoration.
+- The paper keeps the input of layer 0. Here it is not kept, since it is the embedding of the tokens.
 
-Source: HCache (Gao et al., EuroSys '25), sections 3.1, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
+With `--disk`, blocks are kept in files as well.
+
+Source: HCache (Gao et al., EuroSys '25), sections 3, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 
     python 04_hidden_state_cache.py --demo
     python 04_hidden_state_cache.py --prompt "What is a KV cache?" --disk states

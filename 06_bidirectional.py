@@ -34,7 +34,7 @@ With `--bits 8` K and V are stored in 8 bits. Then restored K and V are not exac
 that are computed after them. Therefore both are stored under keys of their own.
 
 Source: Cake ("Compute or Load KV Cache? Why Not Both?", Jin et al., ICML '25), sections 4 to 6, appendices A
-and B.
+and B of its first version (arXiv 2410.03065v1).
 
     python 06_bidirectional.py --demo
     python 06_bidirectional.py --prompt "What is a KV cache?" --disk chunks

@@ -150,7 +150,7 @@ def report(found: list[dict]) -> str:
                     **{way: f"{{ways[{way}][tbt_over_nothing]:spread}}" for way in ("two stages", "each layer", "direct")}}),
             }, saved),
         tables.table(
-            "**Other divisions** (Figures 8 and 12; beside each link: transfer time of hidden states over projection time): plan, TTFT, "
+            "**Other divisions** (Figure 12; beside each link: transfer time of hidden states over projection time): plan, TTFT, "
             "and TTFT over that of chapter 05:", {
             "way": "{way}", **tables.across(divided, {"": "{plan:plan}: {ttft_ms:ms}, {ttft_over_05:spread}"}),
         }, divided))  # fmt: skip
