@@ -73,7 +73,7 @@ class BlockPool:
         self.eviction_heap: list[tuple[int, int]] = []  # (last use, block); entries may be out of date
         self.key_of: list[BlockKey | None] = [None] * blocks
         self.block_of: dict[BlockKey, int] = {}
-        self.on_evict = lambda lost: None  # called before eviction with a list of (block, block key)
+        self.on_evict = lambda lost: None  # `evict` calls it with a list of (block, block key)
         self.search_start = 0  # block from which to search for a run of free blocks
         self.evictions = 0
 
@@ -101,8 +101,10 @@ class BlockPool:
         """Reference `count` free blocks. Evict the least recently used cached blocks if too few are free.
 
         The caller must check that `count` blocks are `available`. Adjacent blocks are read and copied in one
-        piece. Therefore the search begins right after block `after`, and then looks for a run of `room` free
-        blocks, so that the request can grow in place. Returns: the blocks' numbers."""
+        piece. Therefore, first try the blocks right after `after`. Otherwise take the first `count` blocks of
+        a free run of `room` blocks (what the request may need in total), so that its later blocks can be
+        adjacent. If there is no such run, try a run of `count` blocks, then take any free blocks. Returns:
+        the blocks' numbers."""
         self.make_room(count)
         blocks = self.find_free(count, after, max(count, room))
         for block in blocks:
@@ -112,8 +114,10 @@ class BlockPool:
     def make_room(self, count: int, own=(), used: int = 0) -> int:
         """Evict the least recently used cached blocks until `count` blocks are free.
 
-        Stop at the first block whose key is in `own` (a chain must not evict its own blocks), or whose last
-        use is later than `used` (0: no limit). Returns: how many blocks are free now, at most `count`."""
+        `own`: keys of blocks that must not be evicted, for example the chain of the request (the keys of its
+        blocks, in order). `used`: blocks that were used later than this must not be evicted either; 0: no
+        limit. Stop at the first block that must not be evicted. Returns: how many blocks are free now, at
+        most `count`."""
         victims, shortfall = {}, count - self.free.count(1)
         while len(victims) < shortfall and self.eviction_heap:
             use, block = heapq.heappop(self.eviction_heap)
@@ -175,7 +179,9 @@ class BlockPool:
         return [self.block_of[block_key] for block_key in takewhile(self.block_of.__contains__, chain)]
 
     def evict(self, blocks: list[int]):
-        """Make cached blocks free. Calls `on_evict` first, while their contents are still there."""
+        """Make cached blocks free: remove them from the index, call `on_evict`, and then mark them as free.
+
+        When `on_evict` is called, the blocks still have their contents."""
         lost = [(block, self.key_of[block]) for block in blocks]
         for block, block_key in lost:
             del self.cached[block], self.block_of[block_key]
@@ -431,7 +437,7 @@ class Engine(RequestQueue):
         room = pool.num_blocks(request.prompt_tokens + request.max_tokens) - len(hits)
         blocks = pool.allocate(empty, hits[-1] if hits else None, room)
         request.table, request.registered = hits + blocks, len(hits)
-        if not request.readmitted:  # else it would count its own earlier work as a hit
+        if not request.readmitted:  # after a preemption it finds blocks that it computed itself: no hits
             request.found = {"gpu": request.computed} if hits else {}
         for block_key in chain[len(hits) :]:
             self.filling.setdefault(block_key, request)
@@ -483,7 +489,8 @@ class Engine(RequestQueue):
 
     def requeue(self, request: Request):
         """Preempt: free the request's blocks and put it at the head of the queue. Registered blocks stay
-        cached and are found again at admission."""
+        cached until they are evicted. When the request is admitted again, it reuses those blocks of its
+        prefix that are still cached."""
         self.log_event("requeue", [request], 0, len(request.table))
         self.release(request)
         request.readmitted = True

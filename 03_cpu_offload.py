@@ -19,8 +19,8 @@ slower of copying and computing, plus one layer of the faster one. Without the o
 
 Loading pays if the link delivers a token's K and V faster than the processor computes them. Both speeds are
 measured. A prefix is loaded if that is estimated to take at most 0.8 of the time to compute it. There are two
-exceptions: `--always-restore` loads every prefix, and every eighth refusal in a row is loaded all the same,
-to measure the speed of loading again.
+exceptions. With `--always-restore` every prefix is loaded. And after seven refusals in a row, the eighth
+prefix is loaded even if the estimate is against it, to measure the speed of loading again.
 
 `HostCache` is a Cache (common/cache.py): five required methods, `poll`, and their helpers. The shortest Cache
 is examples/my_cache.py. Two rules hold for every Cache. First, it must keep a reference to all blocks that a
@@ -64,8 +64,8 @@ class HostCache(Cache):
 
     fields = {"offload_after": (lambda value: isinstance(value, bool), "true or false")}
     longest_save = 5.0  # seconds; a longer copy out would keep its device blocks referenced for too long
-    # True: no tier below takes the blocks that host memory evicts. Then a save does not evict host blocks
-    # that were used later than the blocks to save
+    # True if host memory is the last tier: a block evicted from it is lost. In that case a save never evicts
+    # a host block that was used more recently than the blocks that it saves
     last_tier = True
 
     def __init__(self, blocks: int, bandwidth: modelled_link.Bandwidth | float | None = None):
@@ -173,9 +173,8 @@ class HostCache(Cache):
     def save_blocks(self, request, block_keys: list) -> int:
         """Start to copy blocks to host memory, as many as fit there.
 
-        If the link seems so slow that the copies would take `longest_save` or more, start only as many as a
-        new measurement of the link needs. While another save is in flight, start none in this case, because
-        that save measures the link already.
+        If the copies are estimated to take `longest_save` or more, the estimate may be out of date. Then copy
+        just enough blocks to measure the link again, or none if a save in flight is already measuring it.
 
         Returns: how many of `block_keys`, from the first on, were started."""
         size, link = self.host.block_bytes, self.save_link
@@ -196,8 +195,8 @@ class HostCache(Cache):
         return fits
 
     def allocate_host(self, request, block_keys) -> list[int]:
-        """Allocate host blocks: right after the host block of their parent if the blocks there are free, else
-        in a run of free blocks that is long enough for the whole request."""
+        """Allocate host blocks. The best place is right after the host block of their parent, the next best a
+        free run that is long enough for the whole request. If neither is free, use any free blocks."""
         parent = block_keys[0].parent
         after = self.host.block_of.get(parent, self.saving.get(parent))
         room = self.host.num_blocks(request.prompt_tokens + request.max_tokens)
@@ -306,11 +305,10 @@ def add_arguments(parser):
 
 
 def host_blocks(model, arguments, block_bytes: int) -> int:
-    """Return the number of blocks in host memory.
+    """Return the number of blocks in host memory: --cpu-blocks, if that option is given.
 
-    It is --cpu-blocks if that is given. The default is four times --gpu-blocks, or, without that option, four
-    times the blocks of --max-running requests of the model's longest context; but at most a quarter of the
-    host's free memory."""
+    Default: 4 x --gpu-blocks. Without --gpu-blocks: 4 x --max-running x the blocks of the longest context.
+    The default is never more than a quarter of free host memory."""
     context = -(-model.config.max_position_embeddings // arguments.block_size)  # blocks
     useful, cpu = 4 * (arguments.gpu_blocks or arguments.max_running * context), torch.device("cpu")
     return cli.blocks_that_fit(arguments.cpu_blocks, useful, block_bytes, cpu, "--cpu-blocks")

@@ -14,24 +14,30 @@ engine computes. When the two pointers meet, the history is complete:
 If loading all tokens takes l seconds and computing all of them c seconds, both ends meet after
 l c / (l + c) seconds, provided that neither one waits.
 
-Neither side reserves a chunk in advance. So prefill never waits for storage, and no lock is needed. Both may
-work on the same chunk. If storage brings all tokens of a step while the step is being computed, the engine
-gives up the step, unless the step also computes other requests. If prefill has computed a chunk before it is
-read, the read is cancelled. If a chunk is missing or damaged, the chunks that have arrived stay, and prefill
-computes the rest. Late tokens cost the most to compute, because each token attends to all tokens before it.
-Therefore these are loaded, and the early ones are computed.
+Neither side reserves a chunk in advance. So prefill need not wait for storage, except with `--share 0`: then
+it starts when loading has ended or is late. The engine's own thread moves both pointers, so no lock is
+needed.
+
+Both sides may work on the same chunk. If storage brings all tokens of a step while the step is being
+computed, the engine gives up the step, unless the step also computes other requests. If prefill has computed
+a chunk before it is read, the read is cancelled. If a chunk is missing or damaged, the chunks that have
+arrived stay, and prefill computes the rest.
+
+Tokens near the end of the history cost the most to compute, because each token attends to all tokens before
+it. Therefore the last tokens are loaded, and the first ones are computed.
 
 A step should be neither too long nor too short. A long step computes tokens that storage could have brought
-in the same time; in a short step each token costs more. So a step computes as many of the `left` remaining
-tokens as prefill will get if both sides keep their measured rates: left * l / (l + c). (In the paper a step
-has its full token budget, and a chunk is as long as a step.)
+in the same time; in a short step each token costs more. So a step computes the tokens that prefill is
+expected to compute before the pointers meet: of `left` remaining tokens, left * l / (l + c), with l and c for
+these tokens. (In the paper a step has its full token budget, and a chunk is as long as a step.)
 
-If other requests run, `--share` limits the part of a step that such a prefill may take. The estimate of the
-time to compute assumes the same limit. With `--compute leftover` a prefill takes the tokens of a step that
-other requests leave (section 6 of the paper).
+While other requests run, `--share` limits the part of a step for the prefill of a request that is being
+restored. The estimate of the time to compute assumes the same limit. With `--compute leftover` this prefill
+takes the tokens of a step that other requests leave (section 6 of the paper).
 
 With `--bits 8` K and V are stored in 8 bits. Then restored K and V are not exact, and neither are K and V
-that are computed after them. Therefore both are stored under keys of their own.
+that are computed after them. Therefore all chunks that are saved with `--bits 8` have other keys than exact
+chunks.
 
 Source: Cake ("Compute or Load KV Cache? Why Not Both?", Jin et al., ICML '25), sections 4 to 6, appendices A
 and B of its first version (arXiv 2410.03065v1).
@@ -76,7 +82,8 @@ def time_to_meet(load: float, compute: float) -> tuple[float, float]:
     """Estimate when both ends meet. `load`, `compute`: seconds to load or to compute all tokens.
 
     Returns: the seconds until they meet, l c / (l + c), and the share of the tokens that is computed by then.
-    The share is smaller for a longer history, because `compute` grows with the square of the length."""
+    The share is smaller for a longer history: `load` grows in proportion to the length, but `compute` grows
+    faster, because each token attends to all tokens before it."""
     seconds = load / (1 + load / compute)
     return seconds, seconds / compute
 
@@ -141,8 +148,8 @@ class BidirectionalCache(Cache):
         return self.block_keys.extend(request.memo, request.tokens, request.options.get("cache_salt", ""))
 
     def match(self, request):
-        """Offer the longest run of adjacent chunks that storage has. Prefill computes the tokens before the
-        run that are missing, and the tokens after it."""
+        """Offer the longest run of adjacent chunks that storage has. Prefill computes the tokens between
+        `request.computed` and the run, and all tokens after the run."""
         run, start, estimates = self.longest_run(request), request.computed, self.estimates
         end = min((run[-1][0] + 1) * CHUNK, request.history) if run else 0
         if end > start:
@@ -221,7 +228,7 @@ class BidirectionalCache(Cache):
             request.restoration.limit = front
 
     def front(self, request) -> int:
-        """Return the position of the first token that may still be loaded.
+        """Return the lowest position that loading may still write to.
 
         If a step computes only this request, the engine gives up the step once all of the step's tokens have
         been loaded. So loading may go down to the first token of such a step. The engine does not give up a
@@ -355,8 +362,10 @@ WAYS = "only computing", "only loading", "both"
 
 
 def demo(model, frontend: Frontend, arguments):
-    """Restore a conversation from storage of three speeds. Compare TTFT of both ends with TTFT of only
-    loading and of only computing."""
+    """Restore a conversation from storage. Compare TTFT of both ends with TTFT of only loading and of only
+    computing.
+
+    If storage is modelled and --storage is not given, repeat the comparison with three speeds of storage."""
     # 1. Ask about a document, and ask again when only storage has it
     new, turns = max(2, min(arguments.max_tokens, 16)), [lesson.SECRET, lesson.QUESTION]
     options = dict(max_running=2, always_restore=True, bits=None, compute="share")

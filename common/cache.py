@@ -18,14 +18,17 @@ from common.requests import Request, RequestQueue
 
 @dataclass(eq=False)
 class Match:
-    """One answer of `Cache.match`: the tokens after `request.computed` that the Cache can restore."""
+    """One answer of `Cache.match`: how many tokens after `request.computed` a restoration would cover."""
 
     tokens: int  # never includes the request's last token, whose logits are needed
-    seconds: float  # estimated time until all are restored, if nothing else runs; includes queued transfers
+    # Estimated time until all are restored, including the wait for transfers that are already queued
+    seconds: float
     blocks: list  # where the tokens are (in 07 also a Prefetch); only the Cache itself reads this
     found: dict | None = None  # source (a key of Request.found) -> tokens; default: all from "cpu"
     rows: int = 0  # rows that `restore` projects or computes in each layer (04, 05); 0: it only copies
-    share: float = 1.0  # if they were recomputed, the share (0 to 1) of each step for this request (06)
+    # The part of each step (0 to 1) that this request would get if its tokens were computed instead of
+    # restored (06)
+    share: float = 1.0
     trial: bool = False  # the estimate says recompute; load anyway, to measure the speed
 
     def __post_init__(self):
@@ -44,7 +47,8 @@ class Cache:
     def attach(self, engine: RequestQueue):
         """Prepare the Cache. The engine's constructor calls this once, before the first request.
 
-        A chapter opens its links and measures their speed here, after calling this method."""
+        A chapter's own `attach` calls super().attach first. Then it opens its links. If it measures their
+        speed here, no request waits for the measurement."""
         self.engine, self.model, self.pool = engine, engine.model, engine.pool
         self.in_flight = defaultdict(deque)  # lane -> (transfers, (pool, blocks) pairs, then)
         self.counts = engine.counts  # counters for /health
@@ -54,8 +58,10 @@ class Cache:
         """Say what can be restored. Called at admission, and again after each complete restoration of the
         request.
 
-        Returns: a Match of tokens that follow `request.computed` (which may lie inside a block), or None. The
-        tokens must be available now: nothing may be offered before it has arrived in this tier."""
+        Returns: a Match of tokens that follow `request.computed` (which may lie inside a block), or None. All
+        tokens that `restore` would load must be available now: their copies or writes into this tier must
+        have completed. In 06 the Match also covers tokens that no tier has, if they come before the tokens to
+        load; the engine computes them."""
 
     def restore(self, request: Request, restoration: "Restoration", match: Match):  # noqa: F821
         """Bring tokens [restoration.start, restoration.end) into the blocks of `request.table`.
@@ -63,11 +69,13 @@ class Cache:
         This is a generator. It starts copies and yields each Transfer that must complete before it continues.
         It yields None after a portion of work, so that other requests can run. It adds 1 to
         `restoration.layers` when a layer's K and V are written. In 06 it lowers `restoration.limit` instead,
-        when tokens are restored. It returns when all layers are restored, or, in 06, when no chunk is left to
-        load.
+        when tokens are restored. It returns when all layers are restored. In 06 it returns when no chunk is
+        left to load, or when loading has reached the computed tokens.
 
-        The driver resumes it, and may close it at any yield. Therefore it must `hold` the blocks of a copy
-        before the next yield."""
+        The driver resumes it, and may close it at any yield. Therefore the blocks of a copy must stay
+        referenced even if the generator is closed while the copy is in flight. Either call `hold` before the
+        next yield; or, if the generator has a reference of its own, pass it to `hold` in a `finally` clause
+        (06)."""
         yield from ()
 
     def save(self, batch: "Batch"):  # noqa: F821

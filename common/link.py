@@ -1,6 +1,6 @@
 """Copies between device memory and host memory that run beside the computation, and worker threads.
 
-    link = Link("load", clock)                         # one link per direction; it copies in order
+    link = Link("load", clock)                         # in cuda_link.py; one per direction; copies in order
     transfer = link.copy(dst, src, "layer 0")          # returns at once, and never raises
     link.copy(dst, src, "layer 1", BlockPairs(to, at)) # copy blocks: dst[to] = src[at]
 
@@ -11,8 +11,8 @@ writes. With `BlockPairs(apart=True)`, only the first of several copies of the s
 The caller must keep the other half of the contract: the memory that a transfer reads or writes must not be
 reused before the transfer is `ready`. `Cache.hold` does this.
 
-A GPU's link is in cuda_link.py. Without a GPU, shell/modelled_link.py has a link with the same methods and
-the same contract."""
+`Link`, in cuda_link.py, is for a GPU. Without a GPU, use `ModelledLink` in shell/modelled_link.py. It has the
+same methods and the same contract."""
 import math
 import os
 import queue
@@ -140,7 +140,7 @@ class Lane:
         return sum(transfer.bytes for transfer in self.in_flight if not transfer.cancelled)
 
     def speed(self) -> float:
-        """-> bytes per second. Measures the lane if nothing has been copied yet."""
+        """-> bytes per second. Measures the lane if there is no sample."""
         self.reap_completed()
         return self.measured.value if self.measured.samples else self.measure()
 
@@ -224,9 +224,9 @@ class BlockPairs:
     """Which blocks to copy: block at[i] of the source goes to block to[i] of the destination."""
 
     def __init__(self, to, at, apart=False):
-        """`to`, `at`: block numbers. `apart`: True if all work that is queued after the first copy of these
-        pairs touches a block only after that block's own copy has completed. Then only the first copy must
-        wait for the device's queue."""
+        """`to`, `at`: block numbers. `apart`: for one copy per layer with the same pairs. True if later work
+        uses a layer's blocks only after that layer's copy has completed. Then only the first copy waits for
+        work that is already queued."""
         self.to, self.at, self.apart, self.ordered = to, at, apart, False
         self.runs, self.sides = runs(to, at), None  # `sides`: set by cuda_link.py
 
@@ -234,7 +234,7 @@ class BlockPairs:
 def runs(to, at) -> list[tuple[int, int, int]]:
     """Group pairs whose blocks are adjacent on both sides.
 
-    Returns: (to, at, count) of each group. Raises ValueError if the two lists differ in length."""
+    The caller must pass two lists of one length. Returns: (to, at, count) of each group."""
     to, at = numpy.asarray(to), numpy.asarray(at)
     breaks = numpy.flatnonzero((numpy.diff(to) != 1) | (numpy.diff(at) != 1)) + 1
     edges = [0, *breaks.tolist(), len(to)]
@@ -242,9 +242,9 @@ def runs(to, at) -> list[tuple[int, int, int]]:
 
 
 def paired(dst: list[torch.Tensor], src: list[torch.Tensor], pairs: BlockPairs | None):
-    """Return pairs of tensors of `dst` and `src`. With `pairs`, the numbers of blocks may differ.
+    """Zip `dst` and `src`. If `pairs` is given, the first dimensions of their tensors may differ.
 
-    Raises ValueError if shapes or dtypes differ."""
+    Raises ValueError if other dimensions, dtypes or the numbers of tensors differ."""
     first = 1 if pairs else 0
     sides = [[(piece.shape[first:], piece.dtype) for piece in side] for side in (dst, src)]
     if sides[0] != sides[1]:
@@ -271,7 +271,9 @@ def as_lists(*sides) -> list[list[torch.Tensor]]:
 
 
 def written_part(dst: list[torch.Tensor], pairs: BlockPairs | None) -> list[torch.Tensor]:
-    """-> the part of each destination that a copy writes."""
+    """Return a part of each destination that has as many bytes as a copy writes to it.
+
+    With `pairs`, these are the first len(pairs.to) blocks, wherever the copy writes. Use only their size."""
     return [to[: len(pairs.to)] for to in dst] if pairs else dst
 
 
