@@ -322,7 +322,7 @@ class Restorer:
         restored = restoration.end - restoration.limit  # those before `limit` were computed
         if restoration.is_complete and restored:
             self.engine.counts["restored_tokens"] += restored
-            if not request.readmitted:  # else it would count its own earlier work as a hit
+            if not request.readmitted:  # else it may find blocks that it computed itself; no hits
                 for source, tokens in restoration.match.found.items():
                     request.found[source] = request.found.get(source, 0) + min(tokens, restored)
         for transfer in restoration.completed:
