@@ -184,10 +184,12 @@ def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_
         memories, lines = page.locator(".pool"), page.locator(".turn .from")
         for number in range(3):
             for memory in memories.all()[:number]:
-                memory.get_by_text("Evict").click()
-                playwright.expect(memory.locator(".note")).to_contain_text(re.compile(r"^\s*0 of"))  # not "20 of"
+                evict, note = memory.get_by_text("Evict"), memory.locator(".note")
+                # A click leaves the blocks that a copy still reads: click until it has completed
+                eventually(lambda evict=evict, note=note: evict.click() or page.wait_for_timeout(500)
+                           or note.inner_text().strip().startswith("0 of"))  # fmt: skip
             page.locator("#examples button").nth(number).click()
-            playwright.expect(lines).to_have_count(number + 1)
+            playwright.expect(lines).to_have_count(number + 1, timeout=60_000)
         answers = ["I have read it.", "Emma lives in Paris.", "The password of the safe is tiger."]
         assert texts(page, ".turn.assistant span") == answers and texts(page, "h1") == ["Chapter 07: three tiers"]
         said, third = [words.partition(", TTFT ")[0] for words in texts(page, ".from")], lines.last.inner_text()
