@@ -182,25 +182,26 @@ class HostCache(Cache):
             block_keys = [] if self.in_flight["save"] else block_keys[: -(-link.measured_from // size)]
         if not block_keys:
             return 0
-        own = request.chain if self.last_tier or request.table else ()  # do not evict the chain's own blocks
         used = block_keys[-1].used if self.last_tier else 0
-        if fits := self.host.make_room(len(block_keys), own, used):
+        if fits := self.host.make_room(len(block_keys), self.not_evicted_for(request), used):
             block_keys = block_keys[:fits]
             blocks = [self.pool.block_of[block_key] for block_key in block_keys]
-            host_blocks = self.allocate_host(request, block_keys)
+            # The best place is right after the parent's host block; the next best is a free run that is long
+            # enough for the whole request
+            parent = block_keys[0].parent
+            after = self.host.block_of.get(parent, self.saving.get(parent))
+            room = self.host.num_blocks(request.prompt_tokens + request.max_tokens)
+            host_blocks = self.host.allocate(fits, after, room)
             transfer = self.copy_out(blocks, host_blocks)
             self.saving.update(zip(block_keys, host_blocks))
             then = partial(self.on_saved, request, transfer, block_keys, host_blocks)
             self.hold("save", [transfer], (self.pool, blocks), given=[(self.host, host_blocks)], then=then)
         return fits
 
-    def allocate_host(self, request, block_keys) -> list[int]:
-        """Allocate host blocks. The best place is right after the host block of their parent, the next best a
-        free run that is long enough for the whole request. If neither is free, use any free blocks."""
-        parent = block_keys[0].parent
-        after = self.host.block_of.get(parent, self.saving.get(parent))
-        room = self.host.num_blocks(request.prompt_tokens + request.max_tokens)
-        return self.host.allocate(len(block_keys), after, room)
+    def not_evicted_for(self, request) -> list:
+        """Return block keys that must stay in host memory while blocks of this request are copied to it: the
+        blocks of its own chain."""
+        return request.chain if self.last_tier or request.table else []
 
     def copy_out(self, blocks: list[int], host_blocks: list[int]) -> links.Transfer:
         """Start to copy device `blocks` to `host_blocks`. Returns: one Transfer for all layers."""

@@ -272,8 +272,8 @@ class TieredCache(offload.HostCache):
         super().__init__(blocks, bandwidth)
         self.storage, self.write_policy, self.layout, self.io_backend = storage, write, layout, io_backend
         self.prefetch_policy, self.threshold, self.timeout = prefetch, threshold, timeout
-        self.unwritten: dict = {}  # pages to write to storage; see `send_l3`
-        self.writing, self.reading = set(), set()  # pages that storage is writing, and reading
+        # Pages to write to storage (see `send_l3`), pages that it is writing, and pages that it is reading
+        self.unwritten, self.writing, self.reading = {}, set(), set()
 
     def attach(self, engine):
         super().attach(engine)
@@ -325,6 +325,11 @@ class TieredCache(offload.HostCache):
         if self.write_policy != "write_back":
             self.pending_saves[request] = unsaved + wanted
             self.send_l3(wanted)
+
+    def not_evicted_for(self, request) -> set:
+        """Also return pages that prefetches have read: the requests that wait for them use them soon."""
+        read = (one.memo.pages_read for one in self.engine.waiting if one.memo)
+        return set(super().not_evicted_for(request)).union(*read)
 
     def after_gap(self, block_key) -> bool:
         """Return True if the parent page is missing from every lower tier and not on its way to one."""
@@ -382,8 +387,7 @@ class TieredCache(offload.HostCache):
         """Return the pages of a span that must still be written to storage.
 
         The write policy wants them there, storage lacks them, and no write of them is under way."""
-        to_write = node.wanted and not node.stored
-        return [page for page in node.pages if page not in self.writing] if to_write else []
+        return [page for page in node.pages if node.wanted and not node.stored and page not in self.writing]
 
     def on_written(self, pages: list, write, arrived: bool):
         """Called when a write has completed: record which pages storage holds."""
@@ -515,12 +519,10 @@ class TieredCache(offload.HostCache):
     def read_l3(self, prefetch: Prefetch):
         """Start to read the missing pages, as far as host memory has room.
 
-        Reads under way hold at most half of host memory. Pages that other requests' prefetches have read are
-        not evicted, because these requests are about to use them."""
+        Reads under way hold at most half of host memory."""
         to_read = self.to_read(prefetch)
         if fits := max(0, min(len(to_read), self.host.size // 2 - len(self.reading))):
-            kept = (one.memo.pages_read for one in self.engine.waiting if one.memo)
-            fits = self.host.make_room(fits, set(prefetch.chain).union(*kept))
+            fits = self.host.make_room(fits, self.not_evicted_for(prefetch.request).union(prefetch.chain))
         for at in range(0, fits, self.pages_at_once):
             run = to_read[at:fits][: self.pages_at_once]
             host_blocks = self.host.allocate(len(run))
