@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from common.cuda_link import Link
+from common.cuda_link import CudaTransfer, Link
 from common.link import BlockPairs
 from common.requests import in_words
 from shell.checkpoint import ModelError
@@ -24,37 +24,62 @@ def bandwidth(model, asked: Bandwidth | None = None) -> Bandwidth | None:
         raise ModelError("--link is for machines without a GPU, and this machine has one; leave --link out.")
 
 
-warn_once = cache(print)    # print the same line once
-
-
 def connect(name: str, clock, bandwidth=None, wake=lambda: None, background=False) -> Link | ModelledLink:
     """Return one direction of the link: the GPU's, or without a GPU a modelled one.
 
     `bandwidth`: of a modelled link, a Bandwidth or bytes/s. The other arguments: see the two classes."""
-    if clock.device.type != "cuda":
-        return ModelledLink(name, clock, bandwidth, wake, background)
-    link = Link(name, clock)
-    check_kernels(link)
-    return link
+    if clock.device.type == "cuda":
+        return CheckedLink(name, clock)
+    return ModelledLink(name, clock, bandwidth, wake, background)
 
 
-def check_kernels(link: Link):
-    """Check once that the copy kernel works; if not, let the copy engine copy all blocks.
+class CheckedLink(Link):
+    """A GPU's link that checks its copy kernel once, at the start.
 
-    Scattered blocks are copied to the GPU and back, one way by the kernel and the other way by the copy
-    engine, and then compared."""
-    here, there = [4, 1, 6], [5, 0, 3]
-    places = BlockPairs(there, here), BlockPairs(here, there)
-    try:
+    If the check fails, or if a copy by the kernel raises later, the copy engine copies all blocks from then
+    on, and one line says so."""
+
+    def __init__(self, name: str, clock):
+        super().__init__(name, clock)
+        try:
+            self.check()
+            self.backend = None
+        except Exception as error:
+            self.distrust(error)
+
+    def copy(self, dst, src, label: str, pairs: BlockPairs | None = None) -> CudaTransfer:
+        """Copy as `Link.copy` does. If this raises an exception, try again with the copy engine.
+
+        If that works, it was the kernel that failed. Otherwise the transfer has failed."""
+        transfer, backend = super().copy(dst, src, label, pairs), self.backend
+        if transfer.error is None or not pairs or backend == "direct":
+            return transfer
+        self.backend = "direct"
+        again = super().copy(dst, src, label, pairs)
+        if again.error is None:
+            self.distrust(transfer.error)
+        else:
+            self.backend = backend
+        return again
+
+    def check(self):
+        """Copy scattered blocks to the GPU and back, one way by the kernel and the other way by the copy
+        engine. Raises an exception if they arrive changed, or if a copy fails."""
+        here, there = [4, 1, 6], [5, 0, 3]
+        places = BlockPairs(there, here), BlockPairs(here, there)
         host = torch.arange(1 << 10).view(8, -1).pin_memory()
         for backends in ("kernel", "direct"), ("direct", "kernel"):
-            device, back = torch.zeros_like(host).to(link.clock.device), torch.zeros_like(host).pin_memory()
-            for link.backend, to, out_of, blocks in zip(backends, (device, back), (host, device), places):
-                link.copy(to, out_of, "a copy by a kernel", blocks).wait()
+            device, back = torch.zeros_like(host).to(self.clock.device), torch.zeros_like(host).pin_memory()
+            for self.backend, to, out_of, blocks in zip(backends, (device, back), (host, device), places):
+                super().copy(to, out_of, "a copy by a kernel", blocks).wait()
             if not torch.equal(back[here], host[here]):
                 raise ValueError("blocks arrive changed")
-        link.backend = None
-    except Exception as error:
-        link.backend = "direct"
+
+    def distrust(self, error: Exception):
+        """Copy all blocks by the copy engine from now on, and print why."""
+        self.backend = "direct"
         words = f"The kernel cannot copy between host memory and the GPU ({in_words(error)})"
         warn_once(f"{words}: scattered blocks are copied one by one, and take longer.", file=sys.stderr)
+
+
+warn_once = cache(print)    # print the same line once

@@ -12,6 +12,7 @@ import torch
 from common.cuda_link import Link
 from common.link import Transfer
 from common.store import Storage
+from shell.hardware import CheckedLink
 from shell.modelled_link import ModelledLink
 
 from .engines import both_ends
@@ -108,7 +109,7 @@ class Faults:
         READ[type(storage)](storage, keys, into)
 
 
-COPY = {kind: kind.copy for kind in (Link, ModelledLink)}
+COPY = {kind: kind.copy for kind in (CheckedLink, ModelledLink)}
 READ = {kind: kind.read for kind in (Storage, both_ends.ModelledStorage)}
 
 
