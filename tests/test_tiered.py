@@ -630,6 +630,17 @@ def test_what_was_read_for_a_request_that_waits_does_not_leave_for_another_ones_
         assert asked[0].found == {"storage": 96}
 
 
+def test_what_was_read_for_a_request_that_waits_does_not_leave_for_pages_that_another_one_saves():
+    with only_stored((100, 40), host=8) as (engine, _, prompts):
+        engine.max_running = 1
+        engine.submit(other := Request(prompts[1], 400))
+        assert steps(engine, lambda: other.new)
+        engine.submit(request := Request(prompts[0], 2))
+        assert steps(engine, lambda: request.memo and len(request.memo.pages_read) == 6)
+        until_over(engine, other, request)
+        assert request.found == {"storage": 96}
+
+
 def test_storage_is_asked_nothing_for_a_request_that_must_compute():
     with only_stored() as (engine, shelf, prompt):
         shelf.asked.clear()
