@@ -65,10 +65,10 @@ def replies(pieces, chat: bool, model: str, stream: bool, with_usage: bool):
     used = piece.usage
     usage = dict(used, total_tokens=used["prompt_tokens"] + used["completion_tokens"],
                  prompt_tokens_details=dict(cached_tokens=used["cached_tokens"]))
-    if not stream:
+    if stream:
+        yield reply("", piece.finish_reason)
+        if with_usage:
+            yield dict(head, choices=[], usage=usage)
+        yield "[DONE]"
+    else:
         yield dict(reply(piece.text, piece.finish_reason, role="assistant"), usage=usage)
-        return
-    yield reply("", piece.finish_reason)
-    if with_usage:
-        yield dict(head, choices=[], usage=usage)
-    yield "[DONE]"
