@@ -145,9 +145,8 @@ class Writer:
         self.visible += [hidden is None] * len(piece)
         start = self.first(lambda rest: rest.startswith(tuple(self.stop)))
         if start < len(self.held):
-            self.stopped = True
-            piece, self.held = self.release(start), ""
-            return piece
+            self.stopped, self.held = True, self.held[:start]
+            return self.release(start)
         return self.release(self.first(lambda rest: any(stop.startswith(rest) for stop in self.stop)))
 
     def first(self, test) -> int:
