@@ -20,10 +20,9 @@ import time
 from contextlib import closing, suppress
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from flask import Flask, Response, abort, request, send_file
+from flask import Flask, Response, abort, request, send_from_directory
 from werkzeug.exceptions import HTTPException
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
@@ -201,7 +200,7 @@ def explain(error: Exception) -> tuple[dict, int, dict]:
 
 
 def make_app(server: Server) -> Flask:
-    app = Flask("kv", static_folder=None)
+    app = Flask(__name__, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY + 1
     app.json.dumps = to_json
     app.before_request(check_sender)
@@ -354,7 +353,7 @@ def add_page(app: Flask, server: Server):
     place = {"url": (lambda url: isinstance(url, str) and re.match(r"file:|(rediss?|unix)://", url), words),
              "config": openai.OBJECT}
 
-    app.add_url_rule("/", "page", partial(send_file, Path(__file__).with_name("page.html")))
+    app.add_url_rule("/", "page", partial(send_from_directory, app.root_path, "page.html"))
     app.add_url_rule("/state", "state", partial(look, server, WeakKeyDictionary(), {}))
 
     @app.get("/example")
