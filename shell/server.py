@@ -62,7 +62,7 @@ class Server:
         self.lock = threading.Lock()            # encode one prompt at a time: it may take much memory
         self.open: list[Request] = []           # requests whose pieces a thread reads
         self.jobs = queue.SimpleQueue()         # (function to run between two steps, queue for its result)
-        self.closing, self.reason = 0.0, None   # time.monotonic() of `close`; the error to raise then
+        self.closing, self.reason = 0.0, None   # time.monotonic() of `close`; the error that `serve` raises
 
     def run(self):
         """Step until the server is closed and all requests are answered.
@@ -137,11 +137,9 @@ class Server:
             if asked.outcome is None:
                 self.engine.cancel(asked, ClientDisconnected("The client hung up."))
 
-    def close(self, reason: BaseException | None = None):
-        """Accept no more requests, and cancel open ones.
-
-        `reason`: the error that `serve` raises."""
-        self.closing, self.reason = self.closing or time.monotonic(), self.reason or reason
+    def close(self):
+        """Accept no more requests, and cancel open ones."""
+        self.closing = self.closing or time.monotonic()
         with self.lock:             # `stream` adds no request after this
             for asked in list(self.open):
                 self.engine.cancel(asked, Unavailable(SHUTTING_DOWN))
@@ -474,9 +472,9 @@ def accept(listener: Listener, server: Server, ended: threading.Event):
     try:
         while not server.closing:
             listener.handle_request()
-        server.close()
     except Exception as error:
-        server.close(error)
+        server.reason = server.reason or error
+    server.close()
     listener.server_close()                     # the system refuses further connections at once
     if not ended.wait(EXIT_SECONDS):
         number = server.reason.args[0] if isinstance(server.reason, KeyboardInterrupt) else signal.SIGTERM
