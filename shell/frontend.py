@@ -18,14 +18,14 @@ def whole(value):
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def text(value, low: int = 0, high: float = float("inf")) -> bool:
-    """Return True for a string of `low` to `high` characters without lone surrogates."""
-    return isinstance(value, str) and low <= len(value) <= high and not re.search("[\ud800-\udfff]", value)
+def text(value) -> bool:
+    """Return True for a string without lone surrogates."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
 def stop_strings(value) -> bool:
     stops = value if isinstance(value, list) else [value]
-    return len(stops) <= 16 and all(text(stop, 1, 256) for stop in stops)
+    return len(stops) <= 16 and all(text(stop) and 1 <= len(stop) <= 256 for stop in stops)
 
 
 def text_parts(value) -> bool:
