@@ -197,20 +197,7 @@ def explain(error: Exception) -> tuple[dict, int, dict]:
     return dict(error=dict(message=str(error), type=kind)), error.status, headers
 
 
-def make_app(server: Server) -> Flask:
-    app = Flask(__name__, static_folder=None)
-    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY + 1
-    app.json.dumps = to_json
-    app.before_request(check_sender)
-    app.register_error_handler(Exception, explain)
-    # Otherwise another page could show ours in a frame and mislead a click.
-    app.after_request(lambda reply: reply.headers.set("X-Frame-Options", "DENY") or reply)
-    add_answers(app, server)
-    add_page(app, server)
-    return app
-
-
-# 3. Routes that answer prompts ------------------------------------------------------------------------------
+# 3. The app, and routes that answer prompts -----------------------------------------------------------------
 
 def events(chunks) -> Response:
     """Reply with server-sent events, one per chunk. If the client hangs up, `chunks` is closed."""
@@ -224,9 +211,16 @@ def events(chunks) -> Response:
     return Response(encode(), mimetype="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
-def add_answers(app: Flask, server: Server):
-    """Add the routes that answer prompts: our own and OpenAI's."""
-    frontend, model = server.frontend, server.info["model"]
+def make_app(server: Server) -> Flask:
+    """Return the app, with the routes that answer prompts, our own and OpenAI's, and those of `add_page`."""
+    app, frontend, model = Flask(__name__, static_folder=None), server.frontend, server.info["model"]
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY + 1
+    app.json.dumps = to_json
+    app.before_request(check_sender)
+    app.register_error_handler(Exception, explain)
+    # Otherwise another page could show ours in a frame and mislead a click.
+    app.after_request(lambda reply: reply.headers.set("X-Frame-Options", "DENY") or reply)
+    add_page(app, server)
 
     def answer(fields: dict):
         connection = request.environ["werkzeug.socket"]
@@ -257,6 +251,7 @@ def add_answers(app: Flask, server: Server):
             raise BadRequest(f"The only model here is {model!r}; ask for that.", 404)
         entry = dict(id=model, object="model", created=0, owned_by="local")
         return entry if name else dict(object="list", data=[entry])
+    return app
 
 
 # 4. Routes of the page --------------------------------------------------------------------------------------
@@ -332,8 +327,7 @@ def block_states(pool, tables: list[tuple[list[int], int]]) -> str:
     u in use; s shared by several requests; f in flight: referenced, but in no block table.
 
     `tables`: the block tables of running requests, each with the number of computed tokens."""
-    blocks = zip(pool.references, pool.key_of)
-    states = ["f" if held else "." if block_key is None else "-" for held, block_key in blocks]
+    states = ["f" if held else "." if key is None else "-" for held, key in zip(pool.references, pool.key_of)]
     for table, computed in tables:
         for index, block in enumerate(table):
             alone = "u" if index * pool.block_size < computed else "r"
