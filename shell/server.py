@@ -408,10 +408,9 @@ class Connection(socket.socket):
         On Linux this is noticed even while unread bytes are in the buffer."""
         poll = select.poll()
         poll.register(self, select.POLLIN | getattr(select, "POLLRDHUP", 0))
-        try:
+        with suppress(OSError):
             return any(what != select.POLLIN or not self.recv(1, socket.MSG_PEEK) for _, what in poll.poll(0))
-        except OSError:
-            return True
+        return True                             # it cannot be read any more
 
 
 class Handler(WSGIRequestHandler):
