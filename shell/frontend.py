@@ -199,7 +199,6 @@ class Frontend:
             prompt, = prompt
         raw = raw or isinstance(prompt, list) or self.tokenizer.chat_template is None
         tokens = self.encode(prompt, messages, raw)
-        self.check_length(len(tokens), "tokens")
         max_tokens = min(asked.pop("max_tokens", 128), self.context - len(tokens))
         writer = Writer(self.tokenizer, asked.pop("stop", ()), tokens if raw else ())
         options = {name: asked.pop(name) for name in self.fields if name in asked}
@@ -212,7 +211,6 @@ class Frontend:
         if (prompt is None) == (messages is None):
             raise BadRequest("Give either prompt or messages, not both and not empty.")
         if isinstance(prompt, list):
-            self.check_length(len(prompt), "tokens")            # before a look at each token
             tokens = [*map(whole, prompt)]
         else:
             self.check_length(len(messages or ()), "messages")  # each takes at least one token
@@ -221,6 +219,7 @@ class Frontend:
             tokens = self.tokenizer.encode(prompt) if raw and messages is None else self.converse(said)
             if tokens[:2] == [self.tokenizer.bos_token_id] * 2:
                 tokens = tokens[1:]             # the prompt began with one
+        self.check_length(len(tokens), "tokens")
         top = self.model.config.vocab_size - 1
         if not tokens or not all(map(number(0, top), tokens)):
             raise BadRequest(f"Token ids must be from 0 to {top}; give at least one.")
