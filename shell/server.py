@@ -110,7 +110,7 @@ class Server:
                 raise Unavailable(SHUTTING_DOWN)
         raise ClientDisconnected("The client hung up.")
 
-    def stream(self, gone=lambda: False, **fields):
+    def stream(self, gone, **fields):
         """Submit a request and yield its answer: None once it is accepted, pieces of text, then the Result.
 
         `fields`: arguments of Frontend.request. `gone()`: True when the client has hung up. The request is
