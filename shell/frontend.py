@@ -18,14 +18,14 @@ def whole(value):
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def text(value, low: int = 0, high: float = float("inf")) -> bool:
-    """Return True for a string of `low` to `high` characters without lone surrogates."""
-    return isinstance(value, str) and low <= len(value) <= high and not re.search("[\ud800-\udfff]", value)
+def text(value) -> bool:
+    """Return True for a string without lone surrogates."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
 def stop_strings(value) -> bool:
     stops = value if isinstance(value, list) else [value]
-    return len(stops) <= 16 and all(text(stop, 1, 256) for stop in stops)
+    return len(stops) <= 16 and all(text(stop) and 1 <= len(stop) <= 256 for stop in stops)
 
 
 def text_parts(value) -> bool:
@@ -145,9 +145,8 @@ class Writer:
         self.visible += [hidden is None] * len(piece)
         start = self.first(lambda rest: rest.startswith(tuple(self.stop)))
         if start < len(self.held):
-            self.stopped = True
-            piece, self.held = self.release(start), ""
-            return piece
+            self.stopped, self.held = True, self.held[:start]
+            return self.release(start)
         return self.release(self.first(lambda rest: any(stop.startswith(rest) for stop in self.stop)))
 
     def first(self, test) -> int:
@@ -200,7 +199,6 @@ class Frontend:
             prompt, = prompt
         raw = raw or isinstance(prompt, list) or self.tokenizer.chat_template is None
         tokens = self.encode(prompt, messages, raw)
-        self.check_length(len(tokens), "tokens")
         max_tokens = min(asked.pop("max_tokens", 128), self.context - len(tokens))
         writer = Writer(self.tokenizer, asked.pop("stop", ()), tokens if raw else ())
         options = {name: asked.pop(name) for name in self.fields if name in asked}
@@ -213,7 +211,6 @@ class Frontend:
         if (prompt is None) == (messages is None):
             raise BadRequest("Give either prompt or messages, not both and not empty.")
         if isinstance(prompt, list):
-            self.check_length(len(prompt), "tokens")            # before a look at each token
             tokens = [*map(whole, prompt)]
         else:
             self.check_length(len(messages or ()), "messages")  # each takes at least one token
@@ -222,6 +219,7 @@ class Frontend:
             tokens = self.tokenizer.encode(prompt) if raw and messages is None else self.converse(said)
             if tokens[:2] == [self.tokenizer.bos_token_id] * 2:
                 tokens = tokens[1:]             # the prompt began with one
+        self.check_length(len(tokens), "tokens")
         top = self.model.config.vocab_size - 1
         if not tokens or not all(map(number(0, top), tokens)):
             raise BadRequest(f"Token ids must be from 0 to {top}; give at least one.")

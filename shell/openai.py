@@ -36,10 +36,10 @@ def parse(body, chat: bool, frontend) -> tuple[dict, bool, bool]:
     prompt = "messages" if chat else "prompt"
     given = check_fields(body, {prompt: PROMPT[prompt], **SAMPLING, **frontend.fields, **FIELDS})
     options = check_fields(given.get("stream_options", {}), OPTIONS)
-    asked = dict(temperature=1.0, max_tokens=math.inf if chat else 16)  # OpenAI's defaults; ours is greedy
+    # OpenAI's defaults; ours is greedy. A completion continues the text, without a chat template.
+    asked = dict(temperature=1.0, max_tokens=math.inf if chat else 16, raw=not chat)
     asked |= {name: value for name, value in given.items() if name not in FIELDS}
     asked["max_tokens"] = given.get("max_completion_tokens", asked["max_tokens"])
-    asked["raw"] = not chat                     # a completion continues the text, without a chat template
     return asked, given.get("stream", False), options.get("include_usage", False)
 
 
@@ -65,10 +65,10 @@ def replies(pieces, chat: bool, model: str, stream: bool, with_usage: bool):
     used = piece.usage
     usage = dict(used, total_tokens=used["prompt_tokens"] + used["completion_tokens"],
                  prompt_tokens_details=dict(cached_tokens=used["cached_tokens"]))
-    if not stream:
+    if stream:
+        yield reply("", piece.finish_reason)
+        if with_usage:
+            yield dict(head, choices=[], usage=usage)
+        yield "[DONE]"
+    else:
         yield dict(reply(piece.text, piece.finish_reason, role="assistant"), usage=usage)
-        return
-    yield reply("", piece.finish_reason)
-    if with_usage:
-        yield dict(head, choices=[], usage=usage)
-    yield "[DONE]"

@@ -20,10 +20,9 @@ import time
 from contextlib import closing, suppress
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from flask import Flask, Response, abort, request, send_file
+from flask import Flask, Response, abort, request, send_from_directory
 from werkzeug.exceptions import HTTPException
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
@@ -63,7 +62,7 @@ class Server:
         self.lock = threading.Lock()            # encode one prompt at a time: it may take much memory
         self.open: list[Request] = []           # requests whose pieces a thread reads
         self.jobs = queue.SimpleQueue()         # (function to run between two steps, queue for its result)
-        self.closing, self.reason = 0.0, None   # time.monotonic() of `close`; the error to raise then
+        self.closing, self.reason = 0.0, None   # time.monotonic() of `close`; the error that `serve` raises
 
     def run(self):
         """Step until the server is closed and all requests are answered.
@@ -111,7 +110,7 @@ class Server:
                 raise Unavailable(SHUTTING_DOWN)
         raise ClientDisconnected("The client hung up.")
 
-    def stream(self, gone=lambda: False, **fields):
+    def stream(self, gone, **fields):
         """Submit a request and yield its answer: None once it is accepted, pieces of text, then the Result.
 
         `fields`: arguments of Frontend.request. `gone()`: True when the client has hung up. The request is
@@ -138,11 +137,9 @@ class Server:
             if asked.outcome is None:
                 self.engine.cancel(asked, ClientDisconnected("The client hung up."))
 
-    def close(self, reason: BaseException | None = None):
-        """Accept no more requests, and cancel open ones.
-
-        `reason`: the error that `serve` raises."""
-        self.closing, self.reason = self.closing or time.monotonic(), self.reason or reason
+    def close(self):
+        """Accept no more requests, and cancel open ones."""
+        self.closing = self.closing or time.monotonic()
         with self.lock:             # `stream` adds no request after this
             for asked in list(self.open):
                 self.engine.cancel(asked, Unavailable(SHUTTING_DOWN))
@@ -200,20 +197,7 @@ def explain(error: Exception) -> tuple[dict, int, dict]:
     return dict(error=dict(message=str(error), type=kind)), error.status, headers
 
 
-def make_app(server: Server) -> Flask:
-    app = Flask("kv", static_folder=None)
-    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY + 1
-    app.json.dumps = to_json
-    app.before_request(check_sender)
-    app.register_error_handler(Exception, explain)
-    # Otherwise another page could show ours in a frame and mislead a click.
-    app.after_request(lambda reply: reply.headers.set("X-Frame-Options", "DENY") or reply)
-    add_answers(app, server)
-    add_page(app, server)
-    return app
-
-
-# 3. Routes that answer prompts ------------------------------------------------------------------------------
+# 3. The app, and routes that answer prompts -----------------------------------------------------------------
 
 def events(chunks) -> Response:
     """Reply with server-sent events, one per chunk. If the client hangs up, `chunks` is closed."""
@@ -227,9 +211,16 @@ def events(chunks) -> Response:
     return Response(encode(), mimetype="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
-def add_answers(app: Flask, server: Server):
-    """Add the routes that answer prompts: our own and OpenAI's."""
-    frontend, model = server.frontend, server.info["model"]
+def make_app(server: Server) -> Flask:
+    """Return the app, with the routes that answer prompts, our own and OpenAI's, and those of `add_page`."""
+    app, frontend, model = Flask(__name__, static_folder=None), server.frontend, server.info["model"]
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY + 1
+    app.json.dumps = to_json
+    app.before_request(check_sender)
+    app.register_error_handler(Exception, explain)
+    # Otherwise another page could show ours in a frame and mislead a click.
+    app.after_request(lambda reply: reply.headers.set("X-Frame-Options", "DENY") or reply)
+    add_page(app, server)
 
     def answer(fields: dict):
         connection = request.environ["werkzeug.socket"]
@@ -260,6 +251,7 @@ def add_answers(app: Flask, server: Server):
             raise BadRequest(f"The only model here is {model!r}; ask for that.", 404)
         entry = dict(id=model, object="model", created=0, owned_by="local")
         return entry if name else dict(object="list", data=[entry])
+    return app
 
 
 # 4. Routes of the page --------------------------------------------------------------------------------------
@@ -335,8 +327,7 @@ def block_states(pool, tables: list[tuple[list[int], int]]) -> str:
     u in use; s shared by several requests; f in flight: referenced, but in no block table.
 
     `tables`: the block tables of running requests, each with the number of computed tokens."""
-    blocks = zip(pool.references, pool.key_of)
-    states = ["f" if held else "." if block_key is None else "-" for held, block_key in blocks]
+    states = ["f" if held else "." if key is None else "-" for held, key in zip(pool.references, pool.key_of)]
     for table, computed in tables:
         for index, block in enumerate(table):
             alone = "u" if index * pool.block_size < computed else "r"
@@ -354,7 +345,7 @@ def add_page(app: Flask, server: Server):
     place = {"url": (lambda url: isinstance(url, str) and re.match(r"file:|(rediss?|unix)://", url), words),
              "config": openai.OBJECT}
 
-    app.add_url_rule("/", "page", partial(send_file, Path(__file__).with_name("page.html")))
+    app.add_url_rule("/", "page", partial(send_from_directory, app.root_path, "page.html"))
     app.add_url_rule("/state", "state", partial(look, server, WeakKeyDictionary(), {}))
 
     @app.get("/example")
@@ -417,10 +408,9 @@ class Connection(socket.socket):
         On Linux this is noticed even while unread bytes are in the buffer."""
         poll = select.poll()
         poll.register(self, select.POLLIN | getattr(select, "POLLRDHUP", 0))
-        try:
+        with suppress(OSError):
             return any(what != select.POLLIN or not self.recv(1, socket.MSG_PEEK) for _, what in poll.poll(0))
-        except OSError:
-            return True
+        return True                             # it cannot be read any more
 
 
 class Handler(WSGIRequestHandler):
@@ -475,9 +465,9 @@ def accept(listener: Listener, server: Server, ended: threading.Event):
     try:
         while not server.closing:
             listener.handle_request()
-        server.close()
     except Exception as error:
-        server.close(error)
+        server.reason = server.reason or error
+    server.close()
     listener.server_close()                     # the system refuses further connections at once
     if not ended.wait(EXIT_SECONDS):
         number = server.reason.args[0] if isinstance(server.reason, KeyboardInterrupt) else signal.SIGTERM
