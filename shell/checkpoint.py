@@ -132,8 +132,8 @@ def find_folder(name: str, files=("*.json", "*.jinja"), commit: str | None = Non
     if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
         raise ModelError(f"No model {name!r}: no such folder, and the hub's names are OWNER/NAME. {OFFLINE}")
     from huggingface_hub import snapshot_download
-    wanted = dict(allow_patterns=list(files), ignore_patterns=["*/*"], revision=commit)
-    return Path(snapshot_download(repository, **wanted))    # offline: from the local cache
+    # Offline, it is found in the local cache
+    return Path(snapshot_download(repository, revision=commit, allow_patterns=files, ignore_patterns=["*/*"]))
 
 
 def read_json(path: Path) -> dict:
