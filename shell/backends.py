@@ -158,8 +158,8 @@ class RedisBackend:
 
     def __init__(self, url: str, timeout: float = 1.0):
         import redis
-        retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)     # no retry: a late answer is useless
-        self.client = redis.Redis.from_url(url, retry=retry, socket_timeout=timeout)
+        # Without a retry, because a late answer is useless
+        self.client = redis.Redis.from_url(url, retry=None, socket_timeout=timeout)
 
     def exists(self, keys: list[str]) -> list[bool]:
         with self.client.pipeline(transaction=False) as pipeline:
