@@ -20,12 +20,7 @@ from shell.frontend import number
 
 OWN_FILE = re.compile(r"[0-9a-f]{64}\.page(\.[0-9a-f]{32}\.tmp)?")
 PAUSE = 60.0  # seconds before a full file system is cleaned up again, if that did not help
-
-
-@cache
-def warn_once(words: str):
-    """Print a line to stderr, each line once per process."""
-    print(words, file=sys.stderr, flush=True)
+warn_once = cache(print)    # print the same line once
 
 
 class Directory:
@@ -106,7 +101,8 @@ class Directory:
                 failed = error
         self.exists(keys)
         if failed:
-            warn_once(f"A write to {self.folder} failed, and its contents are dropped: {failed.strerror}.")
+            words = f"A write to {self.folder} failed, and its contents are dropped: {failed.strerror}."
+            warn_once(words, file=sys.stderr)
             raise failed
 
     def write(self, key: str, value: bytes):
@@ -115,7 +111,7 @@ class Directory:
         if not self.folder.is_dir():
             os.makedirs(self.folder, exist_ok=True)
             self.index = set()
-            warn_once(f"{self.folder} had vanished; it has been created again and is empty.")
+            warn_once(f"{self.folder} had vanished; it has been created again and is empty.", file=sys.stderr)
         try:
             temporary.write_bytes(value)
             if self.path(key).is_dir():
@@ -147,7 +143,7 @@ class Directory:
                     self.index.discard(path.stem)
                     there -= freed
                 except OSError as error:  # the next file is deleted instead
-                    warn_once(f"Cannot delete a file in {self.folder}: {error.strerror}.")
+                    warn_once(f"Cannot delete a file in {self.folder}: {error.strerror}.", file=sys.stderr)
         self.written += size
 
 
@@ -158,8 +154,8 @@ class RedisBackend:
 
     def __init__(self, url: str, timeout: float = 1.0):
         import redis
-        retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)     # no retry: a late answer is useless
-        self.client = redis.Redis.from_url(url, retry=retry, socket_timeout=timeout)
+        # Without a retry, because a late answer is useless
+        self.client = redis.Redis.from_url(url, retry=None, socket_timeout=timeout)
 
     def exists(self, keys: list[str]) -> list[bool]:
         with self.client.pipeline(transaction=False) as pipeline:

@@ -49,8 +49,7 @@ def write_trace(timelines: list[Timeline], path: Path):
     """Write all timelines to one Chrome trace file. They share a clock, so requests line up."""
     events = [dict(ph="M", name="thread_name", pid=1, tid=number, args=dict(name=lane))
               for number, lane in enumerate(LANES, 1)]
-    for timeline in timelines:
-        for span in timeline.spans:
-            events.append(dict(ph="X", name=span.label, pid=1, tid=LANES.index(span.lane) + 1,
-                               ts=(timeline.began + span.start) * 1e6, dur=(span.end - span.start) * 1e6))
+    events += [dict(ph="X", name=span.label, pid=1, tid=LANES.index(span.lane) + 1,
+                    ts=(timeline.began + span.start) * 1e6, dur=(span.end - span.start) * 1e6)
+               for timeline in timelines for span in timeline.spans]
     path.write_text(to_json(dict(traceEvents=events)))

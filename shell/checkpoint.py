@@ -132,8 +132,8 @@ def find_folder(name: str, files=("*.json", "*.jinja"), commit: str | None = Non
     if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
         raise ModelError(f"No model {name!r}: no such folder, and the hub's names are OWNER/NAME. {OFFLINE}")
     from huggingface_hub import snapshot_download
-    wanted = dict(allow_patterns=list(files), ignore_patterns=["*/*"], revision=commit)
-    return Path(snapshot_download(repository, **wanted))    # offline: from the local cache
+    # Offline, it is found in the local cache
+    return Path(snapshot_download(repository, revision=commit, allow_patterns=files, ignore_patterns=["*/*"]))
 
 
 def read_json(path: Path) -> dict:
@@ -251,15 +251,14 @@ def reference_model(name: str, dtype: torch.dtype, device: str = "cpu"):
     """Load a model with `transformers`, for sdpa attention and greedy decoding.
 
     Every claim of equality is checked against this model."""
-    from transformers import AutoModelForCausalLM, GenerationConfig, logging
-    from transformers import LlamaConfig as TheirConfig
-    options = dict(dtype=dtype, attn_implementation="sdpa")
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, logging
+    how = dict(dtype=dtype, attn_implementation="sdpa")
     if name.startswith("random:"):      # on_host: no weights in another layout
         plain = load(name, str(dtype)[6:], device, on_host=True)[0]
-        model = AutoModelForCausalLM.from_config(TheirConfig(**asdict(plain.config)), **options)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **asdict(plain.config)), **how)
         model.load_state_dict(weights(plain), assign=True)
     else:
         logging.disable_progress_bar()      # they would appear in a demo's output
-        model = AutoModelForCausalLM.from_pretrained(find_folder(name), use_safetensors=True, **options)
+        model = AutoModelForCausalLM.from_pretrained(find_folder(name), use_safetensors=True, **how)
         model.generation_config = GenerationConfig()    # the folder's may sample or penalize repetition
     return model.to(device).eval()

@@ -83,10 +83,9 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
         path.open("a").close()
         if not there:           # do not leave an empty file if the run fails
             path.unlink()
-    serving = not arguments.demo and arguments.prompt is None
     if arguments.prompt is not None:
         check_messages([dict(role="user", content=arguments.prompt)])
-    if serving:
+    elif not arguments.demo:
         from shell import server  # imported here: only the server needs Flask
         listener = server.listen(arguments.host, arguments.port)
 
@@ -105,7 +104,7 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
         engine = make_engine(model, arguments)
         frontend.fields = engine.fields
         try:
-            if serving:
+            if arguments.prompt is None:
                 info["title"] = (doc or chapter).partition("\n")[0]
                 return server.serve(listener, server.Server(engine, frontend, info))
             result = answer(engine, frontend.request(arguments.prompt, max_tokens=arguments.max_tokens))

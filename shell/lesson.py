@@ -2,7 +2,6 @@
 import random
 import statistics
 import time
-from functools import partial
 
 import torch
 
@@ -161,8 +160,7 @@ def in_turn(ways: dict, rounds: int = 0, warm_up: int = 1) -> dict[str, list]:
     """Call each of `ways` in turn, `warm_up` and then `rounds` times (0: as often as a demo does).
 
     Returns: name -> what the calls returned, without the warm-up."""
-    rounds = rounds or ROUNDS
-    taken = [{name: way() for name, way in ways.items()} for _ in range(warm_up + rounds)]
+    taken = [{name: way() for name, way in ways.items()} for _ in range(warm_up + (rounds or ROUNDS))]
     return {name: [each[name] for each in taken[warm_up:]] for name in ways}
 
 
@@ -174,15 +172,15 @@ class Larger:
     def __init__(self, arguments, rng, make):
         """`make(model, blocks, cache)` must return an engine."""
         self.model, *_ = checkpoint.load(LARGER, arguments.dtype, arguments.device)
-        self.draw = partial(rng.choices, range(300, self.model.config.vocab_size))
-        self.history, self.make, self.blocks = self.draw(k=HISTORY), make, -(-(HISTORY + 2 * ASKED) // 16)
+        self.draw = lambda count: rng.choices(range(300, self.model.config.vocab_size), k=count)
+        self.history, self.make, self.blocks = self.draw(HISTORY), make, -(-(HISTORY + 2 * ASKED) // 16)
 
     def way(self, cache):
         """Return a function that asks a question after the history, with `cache`, and returns the TTFT in ms.
 
         Each call evicts the device pool first, so that the history must be restored."""
         engine = self.make(self.model, self.blocks, cache)
-        return lambda: ask(engine, self.history + self.draw(k=ASKED), 1, "device").outcome.ttft_ms
+        return lambda: ask(engine, self.history + self.draw(ASKED), 1, "device").outcome.ttft_ms
 
     def over_links(self, caches: list, project: float):
         """Set the modelled link of `caches` to one speed of LINKS after the other.

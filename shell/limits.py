@@ -57,11 +57,11 @@ def limit_threads():
 
     With more threads, the kernel would stop all of them for the rest of each scheduling period. If
     OMP_NUM_THREADS is set, change nothing."""
-    for folder in groups("cpu"):
-        for names in ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"):   # microseconds in each period
-            if len(found := numbers(folder, *names)) == 2 and found[0] > 0:     # neither "max" nor -1
-                if "OMP_NUM_THREADS" not in os.environ:
-                    torch.set_num_threads(max(1, min(torch.get_num_threads(), found[0] // found[1])))
+    for folder in groups("cpu") if "OMP_NUM_THREADS" not in os.environ else ():
+        # Quota and period in microseconds: in one file (version 2) or in two (version 1)
+        found = numbers(folder, "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+        if len(found) == 2 and found[0] > 0:        # neither "max" nor -1
+            torch.set_num_threads(max(1, min(torch.get_num_threads(), found[0] // found[1])))
 
 
 def shortage(error: Exception, options: dict) -> str | None:

@@ -36,8 +36,8 @@ class ModelledLink(Worker):
 
     def copy(self, dst, src, label: str, pairs=None) -> Transfer:
         dst, src = as_lists(dst, src)
-        sides, runs = zip(written := written_part(dst, pairs), src), len(pairs.runs) if pairs else 1
-        pieces = sum(count_pieces(to.shape, to.stride(), at.stride(), runs) for to, at in sides)
+        written, runs = written_part(dst, pairs), len(pairs.runs) if pairs else 1
+        pieces = sum(count_pieces(to.shape, to.stride(), at.stride(), runs) for to, at in zip(written, src))
         size = sum(to.nbytes for to in written)
         model = partial(self.bandwidth.arrival, size=size, pieces=pieces)
         return self.submit(label, size, move, dst, src, pairs, model=model)

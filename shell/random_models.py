@@ -2,7 +2,6 @@
 
 Their answers mean nothing. `random:NAME:TOKENS` sets the context."""
 import re
-from dataclasses import replace
 
 import torch
 
@@ -33,8 +32,8 @@ def random_config(name: str) -> LlamaConfig:
     geometry, tokens = re.fullmatch(r"(?:random:)?(.*?)(?::([1-9]\d{0,5}))?", name, re.S).groups()
     if geometry not in GEOMETRIES:
         raise ModelError(f"No geometry {name!r}: choose one of random:{', random:'.join(GEOMETRIES)}.")
-    config = LlamaConfig(*GEOMETRIES[geometry])
-    return replace(config, max_position_embeddings=int(tokens)) if tokens else config
+    *sizes, context = GEOMETRIES[geometry]
+    return LlamaConfig(*sizes, int(tokens or context))
 
 
 def random_tensors(whole: dict, device: str):
@@ -52,13 +51,10 @@ def random_tensors(whole: dict, device: str):
 
 def byte_tokenizer(vocabulary: int):
     """Return a tokenizer with one token per byte, and filler tokens for the rest of the vocabulary."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import GPT2Tokenizer
     fillers = (f"\u0120t{number}" for number in range(vocabulary))    # shown as " t0", " t1", ...; never read
-    words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *fillers][:vocabulary]
-    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE)
+    words = [*SPECIAL, *sorted(ByteLevel.alphabet()), *fillers][:vocabulary]
+    return GPT2Tokenizer(
+        vocab={word: number for number, word in enumerate(words)}, merges=[], unk_token=None, bos_token="<s>",
+        eos_token="</s>", extra_special_tokens=SPECIAL, chat_template=CHAT_TEMPLATE)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from common import requests
-from common.requests import Request
 from shell import exit_process
 from shell.checkpoint import ModelError
 from shell.frontend import Writer
@@ -105,7 +104,7 @@ class BroadcastEngine:
     def __getattr__(self, name):
         return getattr(self.engine, name)
 
-    def submit(self, request: Request):
+    def submit(self, request: requests.Request):
         self.engine.check(request)
         names = "tokens", "max_tokens", "options", "temperature", "top_p", "top_k"
         fields = {name: getattr(request, name) for name in names}
@@ -114,7 +113,7 @@ class BroadcastEngine:
         self.known[id(request)] = request
         self.send_command("submit", request, fields, written)
 
-    def cancel(self, request: Request, error: requests.RequestError):
+    def cancel(self, request: requests.Request, error: requests.RequestError):
         self.send_command("cancel", request, type(error).__name__, str(error))
 
     def evict(self, name: str = "device") -> int:
@@ -141,7 +140,7 @@ class BroadcastEngine:
             fields, written = more
             if self.ranks.rank:
                 writer = written and Writer(self.tokenizer, *written)
-                request = self.known[name] = Request(**fields, writer=writer)
+                request = self.known[name] = requests.Request(**fields, writer=writer)
             self.engine.submit(request)
         elif verb == "cancel" and request and request.outcome is None:
             self.engine.cancel(request, getattr(requests, more[0])(more[1]))
