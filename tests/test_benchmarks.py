@@ -16,16 +16,7 @@ from shell import checkpoint
 from shell.modelled_link import Bandwidth
 from shell.ranks import Ranks
 from tests.support import engines, forked, streams
-from tests.support.engines import (
-    BANDWIDTH,
-    ORACLE,
-    ask,
-    check_pools,
-    draw,
-    evict,
-    make,
-    wait_until_idle,
-)
+from tests.support.engines import BANDWIDTH, ORACLE, ask_and_evict, check_pools, draw, make
 from tools import gpu_report
 
 # 1. Variants -----------------------------------------------------------------------------------
@@ -34,36 +25,21 @@ HISTORY = 128  # tokens
 PROMPT = draw(random.Random(3), HISTORY + 40)
 
 
-def goes_on(cache, pools=("device",)):
-    """Ask, then twice evict `pools` and ask again after the same history. Every answer must equal chapter 01's.
-
-    Returns: the last request."""
-    engine = make(cache, 64)
-    first, rng = ask(engine, PROMPT), random.Random(4)
-    assert ORACLE.judge(first) == "equal"
-    for _ in range(2):
-        wait_until_idle(engine)
-        for pool in pools:
-            engine.evict(pool)
-        last = ask(engine, PROMPT[:HISTORY] + draw(rng, 20))
-        assert ORACLE.judge(last) in ("equal", "tie")
-    evict(engine)
-    check_pools(engine)
-    engine.close()
-    return last
-
-
 @pytest.mark.parametrize("kind", [variants.EachLayer, variants.Direct])
 def test_what_is_saved_in_another_way_comes_back(kind):
-    cache = kind(128, BANDWIDTH)
-    assert goes_on(cache).found == {"cpu": HISTORY}
+    engine, rng = make(cache := kind(128, BANDWIDTH), 64), random.Random(4)
+    for prompt in PROMPT, *(PROMPT[:HISTORY] + draw(rng, 20) for _ in range(2)):
+        last = ask_and_evict(engine, prompt)
+        assert ORACLE.judge(last) == "equal"
+    check_pools(engine)
+    engine.close()
+    assert last.found == {"cpu": HISTORY}
     assert cache.counts["drops"] == 0 and cache.counts["bytes_out"] > 0
 
 
 def test_direct_saving_copies_each_run_and_layer_and_writes_it_where_the_block_is():
     engine = make(cache := variants.Direct(32, BANDWIDTH), 64)
-    ask(engine, PROMPT[:14], 3)  # 2 more tokens are decoded, one per step
-    wait_until_idle(engine)
+    ask_and_evict(engine, PROMPT[:14], 3)  # 2 more tokens are decoded, one per step
     assert cache.counts["copies_out"] == 3 * len(cache.store.parts)
     (full,) = cache.store.pool.block_of.values()
     assert all(kept[full].any() for kept in cache.store.arrays)
