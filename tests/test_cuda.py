@@ -22,16 +22,7 @@ from shell import hardware
 from shell.pieces import Pieces
 from shell.ranks import Ranks
 from tests.support import engines, streams, traffic, unordered
-from tests.support.engines import (
-    ask,
-    ask_and_evict,
-    check_pools,
-    draw,
-    evict,
-    tiered,
-    tiny_model,
-    wait_until_idle,
-)
+from tests.support.engines import ask, ask_and_evict, check_pools, draw, evict, tiered, tiny_model
 from tests.support.faults import faulty
 from tests.support.launches import a_layer
 
@@ -153,9 +144,8 @@ def test_requests_are_cancelled_and_preempted_under_way_and_copies_fail(gpu, ora
         left = [request for request in asked if not isinstance(request.outcome, ClientDisconnected)]
         assert all(oracle[cache].judge(request) != "wrong" for request in left)
         engine.evict("device")
-    wait_until_idle(engine)
-    assert engine.counts["preemptions"]
     check_pools(engine)
+    assert engine.counts["preemptions"]
 
 
 @pytest.mark.parametrize("gpu", ["real" if REAL else "late copies"], indirect=True)
@@ -222,7 +212,7 @@ def test_while_nothing_runs_the_smaller_graphs_are_captured_until_a_request_come
     pieces, seen = engine.runner.pieces, max(engine.runner.pieces.graphs)
     pieces.idle(lambda: len(pieces.graphs) >= 3)
     assert len(pieces.graphs) == 3
-    wait_until_idle(engine)
+    engines.wait_until_idle(engine)
     engine.wake.set()
     engine.step()
     assert sorted(pieces.graphs) == [size for size in pieces.sizes if size <= seen]
