@@ -166,8 +166,7 @@ def half_open(client) -> socket.socket:
 
 
 @pytest.mark.parametrize("more", [b"", b"X", b"\r\n\r\n{", b"\r\n\r\n{}       "])
-def test_a_request_that_is_sent_by_half_keeps_its_connection_for_a_while_and_no_stream_is_cut_meanwhile(
-        frontend, monkeypatch, caplog, more):
+def test_half_a_request_keeps_its_connection_for_a_while_and_cuts_no_stream(frontend, monkeypatch, caplog, more):
     monkeypatch.setattr(servers.Handler, "timeout", 1.0)  # the stream's request must arrive within it
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
         stream, = waiting(client, threads, ("/generate", dict(ASK, stream=True)))     # as during a long step
@@ -246,8 +245,7 @@ def test_one_prompt_is_encoded_at_a_time_and_too_many_are_refused(frontend, monk
 @pytest.mark.parametrize("route,body,stream,behind", [
     ("/generate", ASK, False, b""), ("/generate", ASK, True, b""), ("/v1/chat/completions", CHAT, True, b"\r\n"),
     ("/generate", ASK, False, b"\r\n"), ("/v1/completions", TEXT, False, b"GET /health HTTP/1.1\r\n\r\n")])
-def test_a_client_that_hangs_up_in_the_middle_of_its_answer_or_before_it_is_cancelled(
-        frontend, caplog, route, body, stream, behind):
+def test_a_client_that_hangs_up_before_or_in_its_answer_is_cancelled(frontend, caplog, route, body, stream, behind):
     with serving(frontend) as client:
         client.engine.hold_after(3 * stream)
         with closing(client.send(route, dict(body, max_tokens=200, stream=stream))) as connection:
