@@ -118,10 +118,7 @@ def hybrid_runner(blocks: int, size: int = 16, plan=None, model=None, rows: int 
     return hybrid.HybridRunner(model or tiny_model(0, 4, on_host=True), plan, bandwidth, size, rows)
 
 
-def make(
-    cache="none", blocks: int = 64, block_size: int = 16, model=None, always_restore=True, runner=None,
-    **options,
-):  # fmt: skip
+def make(cache="none", blocks=64, block_size=16, model=None, always_restore=True, runner=None, **options):
     """Return an engine. `cache`: a name in CACHES or RUNNERS, or a Cache.
 
     By default every match is restored, so that no measured time decides what a test sees."""
