@@ -187,7 +187,7 @@ def test_ctrl_c_while_pytorch_is_imported_ends_in_a_line(tmp_path, chapter, modu
 def running(folder, *arguments, before: str = ""):
     """Context manager: run the script in a process of its own, for tests that interrupt it.
 
-    `before`: code that the process runs first. `said()`: what it has printed on stdout, then on stderr."""
+    `before`: code that the process runs first. `said()`: its output on stdout, then on stderr."""
     (folder / "script.py").write_text(f"{before}\nimport runpy\nrunpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n")
     process = forked.start(folder, folder / "script.py", *TINY, *arguments)
     process.said = lambda: "".join((folder / name).read_text() for name in forked.OUTPUTS)
@@ -201,7 +201,7 @@ def running(folder, *arguments, before: str = ""):
 def interrupted(process, number=signal.SIGINT, status: int = 130) -> str:
     """Send a signal (default: Ctrl-C; 0: none). The process must end by itself, with `status` and without a traceback.
 
-    Returns: what it has printed."""
+    Returns: its output."""
     os.kill(process.pid, number)
     process.join(TIMEOUT)
     said = process.said()
