@@ -77,23 +77,17 @@ class Client:
         return self.ask("/health").json["counters"]
 
 
-def run(server: Server) -> threading.Thread:
-    """Run the server's engine on a new thread, since tests send requests from the main thread."""
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    return thread
-
-
 @contextmanager
 def serving(frontend, engine=None, info=INFO, **options):
     """Context manager: serve an engine and yield a Client.
 
-    At the end, the engine's thread must end, and no request may be left."""
-    server = Server(engine or Engine(), frontend, info, **options)
-    steps = run(server)
-    listener = listen("127.0.0.1", 0)
+    The engine runs on a new thread, since tests send requests from the main thread. At the end, that thread must end,
+    and no request may be left."""
+    server, listener = Server(engine or Engine(), frontend, info, **options), listen("127.0.0.1", 0)
     listener.app = make_app(server)
+    steps = threading.Thread(target=server.run, daemon=True)
     thread = threading.Thread(target=listener.serve_forever, args=[0.01], daemon=True)
+    steps.start()
     thread.start()
     try:
         yield Client(listener.port, server, steps)
