@@ -77,8 +77,14 @@ def test_computing_a_history_is_asked_in_turn_with_what_restores_it(wider):
 # 2. Against other systems ----------------------------------------------------------------------
 
 
-def test_rounds_of_sessions_that_servers_answer_over_http_are_all_accounted_for(monkeypatch):
+def test_rounds_of_sessions_that_servers_answer_over_http_are_all_accounted_for(monkeypatch, tmp_path):
     """The rate at which a system diverges is its last one, and the others go on."""
+    def started(command, **_):
+        process = forked.start(tmp_path, *command[1:])
+        process.poll, process.wait = lambda: process.exitcode, process.join
+        return process
+
+    monkeypatch.setattr(outside.subprocess, "Popen", started)
     for name, value in dict(SESSIONS=2, RUNS=2, ROUNDS=4, BEGINS=400, RATES=[16.0, 32.0], DIVERGED=0.0).items():
         monkeypatch.setattr(outside, name, value)
     model, *_ = checkpoint.load("classroom", "float32", "cpu")
