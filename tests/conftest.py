@@ -39,8 +39,7 @@ TINY = dict(
 
 
 def pytest_addoption(parser):
-    words = "a Cache of your own for tests/test_cache_contract.py"
-    parser.addoption("--cache", metavar="MODULE:CLASS", help=words)
+    parser.addoption("--cache", metavar="MODULE:CLASS", help="a Cache of your own for test_cache_contract.py")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,7 +7,6 @@ hangs. The exit code is 1 if a token differs from chapter 01's, if a request is 
 copy is left at the end. In runs of a minute or more it is also 1 if the memory in use grows by more than 5 % in the
 second half."""
 import argparse
-import http.client
 import importlib
 import json
 import random
@@ -18,8 +17,9 @@ import time
 from collections import Counter
 
 from common.requests import Request
-from shell import checkpoint, cli, lesson, server
+from shell import checkpoint, cli, lesson
 from shell.frontend import Frontend
+from tests.support.serving import Client, serving
 
 COLUMNS = "answered", "restored", "hung up", "wrong", "refused", "left", "MB at half", "MB at the end"
 OPTIONS = {"05_bubble_free": "--disk {} --disk-limit 0.02", "07_tiered_storage": "--storage tests.soak:Unreliable --prefetch-threshold 64"}
@@ -41,14 +41,14 @@ class Unreliable(dict):
             del self[key]
 
 
-def ask(address: tuple, answers: dict, seen: Counter, half: float, end: float):
+def ask(client: Client, answers: dict, seen: Counter, half: float, end: float):
     """Run one client until time `end`: it reads each answer, or hangs up while queued, in the prefill or in the answer.
 
     `answers`: prompt -> expected tokens. `seen`: counts of events, shared by all clients. `half`, `end`: times of
     time.monotonic()."""
     while time.monotonic() < end:
-        prompt, connection = random.choice(list(answers)), http.client.HTTPConnection(*address, timeout=600)
-        connection.request("POST", "/generate", json.dumps(dict(prompt=prompt, max_tokens=12, temperature=0)))
+        prompt = random.choice(list(answers))
+        connection = client.send("/generate", dict(prompt=prompt, max_tokens=12, temperature=0))
         if random.random() < 1 / 3:
             time.sleep(random.choice((0.0, 0.02, 0.2)))
             seen["hung up"] += 1
@@ -65,29 +65,22 @@ def ask(address: tuple, answers: dict, seen: Counter, half: float, end: float):
 def soak(chapter: str, minutes: float, folder: str) -> Counter:
     module, parser, rng, seen = importlib.import_module(chapter), cli.parser_for(""), random.Random(0), Counter()
     module.add_arguments(parser)
-    model, tokenizer, end_tokens = checkpoint.load("classroom", "float32")
-    frontend = Frontend(model, tokenizer, end_tokens)
+    frontend = Frontend(*checkpoint.load("classroom", "float32"))
     talks = [lesson.conversation(frontend, rng, rng.randrange(30, 1200)) for _ in range(int(min(60, 6 + 60 * minutes)))]
-    requests = [Request(frontend.encode(None, talk[: rng.randrange(1, len(talk) + 1, 2)]), 12, end_tokens=end_tokens) for talk in talks * 2]
-    importlib.import_module("01_baseline").Engine(model).generate(requests)
+    requests = [Request(frontend.encode(None, talk[: rng.randrange(1, len(talk) + 1, 2)]), 12, end_tokens=frontend.end_tokens) for talk in talks * 2]
+    importlib.import_module("01_baseline").Engine(frontend.model).generate(requests)
     answers = {tuple(request.tokens[: request.prompt_tokens]): request.new for request in requests}
     arguments = parser.parse_args(f"--gpu-blocks 320 --cpu-blocks 160 {OPTIONS[chapter]}".format(folder).split())
-    engine, listener, now = module.make_engine(model, arguments), server.listen("127.0.0.1", 0), time.monotonic()
-    serving = server.Server(engine, frontend, dict(chapter=chapter, model="classroom", device="cpu", dtype="float32"))
-    told = listener.server_address, answers, seen, now + 30 * minutes, now + 60 * minutes
-    clients = [threading.Thread(target=ask, args=told) for _ in range(8)]
-
-    def watch():
+    engine, now = module.make_engine(frontend.model, arguments), time.monotonic()
+    with serving(frontend, engine) as client:
+        told = client, answers, seen, now + 30 * minutes, now + 60 * minutes
+        clients = [threading.Thread(target=ask, args=told) for _ in range(8)]
         for step in (threading.Thread.start, threading.Thread.join):
             list(map(step, clients))
         for _ in range(600):
             time.sleep(0.1 * engine.busy)
         lists = engine.running, engine.waiting, engine.filling, *engine.lower_tier.cache.in_flight.values()
         seen["left"] = sum(map(len, lists)) + sum(sum(pool.references) for pool in engine.pools.values())
-        serving.close()
-
-    threading.Thread(target=watch).start()
-    server.serve(listener, serving)
     engine.close()
     return seen
 

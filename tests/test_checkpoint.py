@@ -41,6 +41,11 @@ def change_json(path: Path, **fields):
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
+def changed(change):
+    """Return a function that changes the tensors in a folder."""
+    return lambda folder: change_weights(folder / "model.safetensors", change)
+
+
 def change_weights(path: Path, change):
     tensors = load_file(path)
     change(tensors)
@@ -55,7 +60,7 @@ def index(folder: Path, more: str):
 
 
 def convert(folder: Path, tensor: str, dtype: torch.dtype):
-    change_weights(folder / "model.safetensors", lambda t: t.update({tensor: t[tensor].to(dtype)}))
+    changed(lambda t: t.update({tensor: t[tensor].to(dtype)}))(folder)
 
 
 def tied_in_float8(folder: Path):
@@ -70,13 +75,9 @@ Q0 = "model.layers.0.self_attn.q_proj.weight"
 BROKEN = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ["no model.safetensors"]),
     "truncated weights": (lambda f: os.truncate(f / "model.safetensors", 100_000), ["SafetensorError", "is it whole"]),
-    "missing tensor": (lambda f: change_weights(f / "model.safetensors", lambda t: t.pop(Q0)), [Q0, "lacks"]),
-    "wrong shape": (
-        lambda f: change_weights(f / "model.safetensors", lambda t: t.update({Q0: t[Q0][:32]})),
-        [Q0, "[32, 64]", "[64, 64]"],
-    ),
-    "extra tensor": (
-        lambda f: change_weights(f / "model.safetensors", lambda t: t.update(more=torch.zeros(2))), ["more"]),
+    "missing tensor": (changed(lambda t: t.pop(Q0)), [Q0, "lacks"]),
+    "wrong shape": (changed(lambda t: t.update({Q0: t[Q0][:32]})), [Q0, "[32, 64]", "[64, 64]"]),
+    "extra tensor": (changed(lambda t: t.update(more=torch.zeros(2))), ["more"]),
     **{f"weights in {kind}": (partial(convert, tensor=Q0, dtype=kind), [Q0, f"is {str(kind)[6:]};", "floating point"])
        for kind in (torch.int8, torch.uint8, torch.int32, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64)},
     "a tied head in float8": (tied_in_float8, ["model.embed_tokens.weight is float8_e4m3fn;"]),
@@ -85,8 +86,7 @@ BROKEN = {
     "config that is a list": (lambda f: (f / "config.json").write_text("[]"), ["cannot be loaded"]),
     "no config": (lambda f: (f / "config.json").unlink(), ["no config.json"]),
     "another head": (lambda f: change_json(f / "config.json", tie_word_embeddings=True), ["lm_head", "tie_word_embeddings"]),
-    "broken generation_config": (lambda f: (f / "generation_config.json").write_text("{"),
-                                 ["JSONDecodeError"]),
+    "broken generation_config": (lambda f: (f / "generation_config.json").write_text("{"), ["JSONDecodeError"]),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), ["cannot be loaded"]),
     "a part is missing": (
         lambda f: ((f / "model.safetensors").unlink(), next(write_model(f, max_shard_size="60KB").glob("model-*")).unlink()),
@@ -111,10 +111,8 @@ def test_the_tokenizer_is_its_files_whatever_class_is_named_and_code_beside_it_n
     from transformers import AutoTokenizer
 
     text, auto, marker = "Grüße, what is a KV cache?", AutoTokenizer.from_pretrained(folder), folder / "marker"
-    (folder / "code.py").write_text(
-        "from transformers import PreTrainedTokenizerFast\n\n\nclass T(PreTrainedTokenizerFast):\n"
-        f"    open({str(marker)!r}, 'w').close()\n"
-    )
+    code = f"import transformers\n\n\nclass T(transformers.PreTrainedTokenizerFast):\n    open({str(marker)!r}, 'w')\n"
+    (folder / "code.py").write_text(code)
     monkeypatch.setattr(builtins, "input", lambda *_: "y")
     theirs = dict(tokenizer_class="T", auto_map=dict(AutoTokenizer=[None, "code.T"]))
     for name in "chat_template.jinja", "config.json", "generation_config.json":  # some editors write byte order marks
@@ -219,7 +217,7 @@ def test_one_of_two_tied_tensors_is_enough(folder, kept):
         tensors.update({name: embedding.clone() for name in kept})
 
     change_json(folder / "config.json", tie_word_embeddings=True)
-    change_weights(folder / "model.safetensors", change)
+    changed(change)(folder)
     model = checkpoint.load(str(folder), device="cpu")[0]
     theirs = reference_model(str(folder), torch.float32)
     assert torch.equal(model.embedding, theirs.model.embed_tokens.weight) and model.head.weight is model.embedding
@@ -274,9 +272,8 @@ def test_end_tokens_come_from_all_who_name_them_and_dtype_auto_is_float32_on_a_c
 # Random models ---------------------------------------------------------------------------------
 
 def test_a_random_model_is_the_same_each_time_in_bfloat16_the_rounded_one_and_has_a_tokenizer():
-    (model, tokenizer, end_tokens), again, rounded = (
-        checkpoint.load("random:tiny", dtype, "cpu") for dtype in ("float32", "float32", "bfloat16")
-    )
+    loaded = [checkpoint.load("random:tiny", dtype, "cpu") for dtype in ("float32", "float32", "bfloat16")]
+    (model, tokenizer, end_tokens), again, rounded = loaded
     for name, tensor in checkpoint.weights(model).items():
         assert torch.equal(tensor, checkpoint.weights(again[0])[name])
         assert torch.equal(tensor.bfloat16(), checkpoint.weights(rounded[0])[name])

@@ -1,6 +1,5 @@
 """The command line of all chapters: its output and files, its errors for wrong input, and how it ends."""
 import gc
-import http.client
 import io
 import json
 import mmap
@@ -10,9 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-from select import select
+from contextlib import contextmanager
 from unittest.mock import Mock
-from urllib.request import urlopen
 
 import numpy
 import pytest
@@ -20,7 +18,8 @@ import torch
 from conftest import ROOT
 
 from shell import checkpoint, limits, server
-from tests.support.serving import TIMEOUT, eventually, sentence
+from tests.support import forked
+from tests.support.serving import TIMEOUT, Client, Reply, eventually
 from tests.support.stub import Engine
 
 SCRIPT = ROOT / "tests" / "support" / "chapter.py"
@@ -57,8 +56,7 @@ def signals(monkeypatch):
 # 1. Valid input --------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("explain", [False, True])
-def test_prompt_prints_the_answer_writes_its_numbers_and_closes_the_engine(
-        monkeypatch, capsys, tiny_folder, tmp_path, explain):
+def test_prompt_prints_the_answer_and_closes_the_engine(monkeypatch, capsys, tiny_folder, tmp_path, explain):
     files, closed, limited = {name: tmp_path / name for name in ("json", "trace")}, [], []
     monkeypatch.setattr(limits, "limit_threads", lambda: limited.append(True))
     monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
@@ -131,8 +129,7 @@ def test_without_a_terminal_and_without_files_for_its_words_it_answers(monkeypat
     ("/no/such/x.json", [*TINY, "--json", "/no/such/x.json"]),
     ("'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")
-def test_wrong_input_ends_with_one_clear_line_leaves_no_empty_file_and_touches_none_that_is_there(
-        monkeypatch, capsys, tmp_path, words, arguments):
+def test_wrong_input_ends_with_one_clear_line_and_touches_no_file(monkeypatch, capsys, tmp_path, words, arguments):
     (tmp_path / "trace").write_text("before")
     files = [f"--{name}={tmp_path / name}" for name in ("json", "trace")]
     line = refused_here(monkeypatch, capsys, *files, *arguments)
@@ -161,8 +158,7 @@ def test_a_port_in_use_is_told_before_the_model_is_looked_for(monkeypatch, capsy
 # 3. Serving and Ctrl-C --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("host,shown", [("", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("0.0.0.0", "127.0.0.1")])
-def test_a_server_is_for_this_machine_only_knows_the_engines_fields_and_freezes_what_was_there(
-        monkeypatch, capsys, host, shown):
+def test_a_server_is_for_this_machine_only_and_knows_the_engines_fields(monkeypatch, capsys, host, shown):
     served, frozen, ends, serve = [], [], [], server.serve
     monkeypatch.setattr(server, "serve", lambda *given: served.append(given) or serve(*given))
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
@@ -187,90 +183,84 @@ def test_ctrl_c_while_pytorch_is_imported_ends_in_a_line(tmp_path, chapter, modu
     assert done.returncode == -signal.SIGINT
 
 
-class Process:
-    """The script in a process of its own, for tests that interrupt it. stdout and stderr are one stream."""
+@contextmanager
+def running(folder, *arguments, before: str = ""):
+    """Context manager: run the script in a process of its own, for tests that interrupt it.
 
-    def __init__(self, *arguments, command=(sys.executable, SCRIPT)):
-        self.process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                        env=ENVIRONMENT, cwd=ROOT)
-        self.output = b""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.communicate()
-
-    def read_until(self, *words: bytes):
-        while not any(word in self.output for word in words):
-            piece = select([self.process.stdout], [], [], TIMEOUT)[0] and os.read(self.process.stdout.fileno(), 4096)
-            assert piece, self.output
-            self.output += piece
-
-    def interrupt(self, number=signal.SIGINT, status: int = 130):
-        """Send a signal (default: Ctrl-C). The process must end by itself, with `status` and without a traceback."""
-        self.process.send_signal(number)
-        self.output += self.process.communicate(timeout=TIMEOUT)[0]
-        assert self.process.returncode == status, self.output
-        assert self.output.endswith(b"\nInterrupted.\n")
-        assert b"Traceback" not in self.output and b"Error" not in self.output
+    `before`: code that the process runs first. `said()`: its output on stdout, then on stderr."""
+    (folder / "script.py").write_text(f"{before}\nimport runpy\nrunpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n")
+    process = forked.start(folder, folder / "script.py", *TINY, *arguments)
+    process.said = lambda: "".join((folder / name).read_text() for name in forked.OUTPUTS)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
 
 
-def test_ctrl_c_ends_it_at_once():
-    with Process(*TINY, "--prompt", "Hello", "--pause", "0.1", "--max-tokens", "400") as process:
-        process.read_until(b"Hel")
-        process.interrupt()
-        assert b"TTFT" not in process.output
+def interrupted(process, number=signal.SIGINT, status: int = 130) -> str:
+    """Send a signal (default: Ctrl-C; 0: none). The process must end by itself, with `status` and without a traceback.
+
+    Returns: its output."""
+    os.kill(process.pid, number)
+    process.join(TIMEOUT)
+    said = process.said()
+    assert process.exitcode == status, said
+    assert said.endswith("\nInterrupted.\n") and "Traceback" not in said and "Error" not in said
+    return said
+
+
+def test_ctrl_c_ends_it_at_once(tmp_path):
+    with running(tmp_path, "--prompt", "Hello", "--pause", "0.1", "--max-tokens", "400") as process:
+        eventually(lambda: "Hel" in process.said())
+        assert "TTFT" not in interrupted(process)
 
 
 def ask_three(process) -> list:
     """Send three requests to a server and return the connections. One request runs, the others are queued."""
-    process.read_until(b"(Ctrl-C ends it)\n")
-    process.port = int(process.output.split(b"127.0.0.1:")[1].split()[0])
-    connections = [http.client.HTTPConnection("127.0.0.1", process.port, timeout=TIMEOUT) for _ in range(3)]
-    for connection in connections:
-        connection.request("POST", "/generate", json.dumps(dict(prompt="Hello", max_tokens=400)))
-    eventually(lambda: health(process.port)["counters"]["requests"] == 3)
-    assert health(process.port)["title"] == "A chapter with the stub engine, for tests of the command line."
+    eventually(lambda: "(Ctrl-C ends it)\n" in process.said())
+    process.client = client = Client(int(process.said().split("127.0.0.1:")[1].split()[0]))
+    connections = [client.send("/generate", dict(prompt="Hello", max_tokens=400)) for _ in range(3)]
+    eventually(lambda: client.counters()["requests"] == 3)
+    assert client.ask("/health").json["title"] == "A chapter with the stub engine, for tests of the command line."
     return connections
 
 
 @pytest.mark.parametrize("pause,ending,number,status", [
     ("0.05", "60", signal.SIGTERM, 143), ("0.05", "60", signal.SIGHUP, 129),
     ("60", "1", signal.SIGINT, 130)])           # a step that takes longer than the server waits
-def test_a_server_that_is_told_to_end_tells_its_clients(pause, ending, number, status):
-    with Process(*TINY, "--port", "0", "--pause", pause, "--explain", "--ending", ending) as process:
+def test_a_server_that_is_told_to_end_tells_its_clients(tmp_path, pause, ending, number, status):
+    with running(tmp_path, "--port", "0", "--pause", pause, "--explain", "--ending", ending) as process:
         connections = ask_three(process)
-        process.interrupt(number, status)
+        lines = interrupted(process, number, status).splitlines()
         assert all(map(told, connections))
-        lines = process.output.decode().splitlines()
         threads = {line.partition(" on ")[2] for line in lines if " rows " in line and " on " in line}
         assert threads == {"MainThread"}, "all steps run on the thread that loaded the weights"
         closed = [line.rpartition("  ")[2] for line in lines if "  close " in line]
         assert closed == (["between steps"] if ending == "60" else []), "the engine is not closed during a step"
 
 
-def test_a_second_ctrl_c_ends_a_server_at_once():
-    with Process(*TINY, "--port", "0", "--pause", "60", "--ending", "60") as process:
+def test_a_second_ctrl_c_ends_a_server_at_once(tmp_path):
+    with running(tmp_path, "--port", "0", "--pause", "60", "--ending", "60") as process:
         connections = ask_three(process)
-        process.process.send_signal(signal.SIGINT)
+        os.kill(process.pid, signal.SIGINT)
         assert told(connections[0])
-        process.interrupt()
+        interrupted(process)
 
 
-def test_a_hang_up_that_is_ignored_from_the_start_stays_so():
-    with Process(*TINY, "--port", "0", "--pause", "0.05", command=("nohup", sys.executable, SCRIPT)) as process:
+def test_a_hang_up_that_is_ignored_from_the_start_stays_so(tmp_path):
+    ignored = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)"      # as nohup does it
+    with running(tmp_path, "--port", "0", "--pause", "0.05", before=ignored) as process:
         connections = ask_three(process)
-        before = health(process.port)["counters"]["steps"]
-        process.process.send_signal(signal.SIGHUP)
-        eventually(lambda: health(process.port)["counters"]["steps"] > before + 20)
-        process.interrupt(signal.SIGTERM, 143)
+        before = process.client.counters()["steps"]
+        os.kill(process.pid, signal.SIGHUP)
+        eventually(lambda: process.client.counters()["steps"] > before + 20)
+        interrupted(process, signal.SIGTERM, 143)
         assert all(map(told, connections))
 
 
-LOSING = f"""
-import runpy, signal, sys
+LOSING = """
+import signal, sys
 from shell import checkpoint
 from tests.support.stub import Engine
 
@@ -283,25 +273,16 @@ number, name = int(sys.argv.pop()), sys.argv.pop()
 owner = Engine if name == "__init__" else checkpoint
 call = getattr(owner, name)
 setattr(owner, name, lambda *given, **more: Losing() and None or call(*given, **more))
-runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
 
 
 @pytest.mark.parametrize("number,status,words", [
     (signal.SIGTERM, 143, ["--port", "0", "__init__"]), (signal.SIGINT, 130, ["--prompt", "Hello", "__init__"]),
     (signal.SIGHUP, 129, ["--demo", "read_model"])])
-def test_a_signal_whose_exception_is_lost_while_it_starts_ends_it(number, status, words):
-    with Process(*TINY, *words, str(int(number)), command=(sys.executable, "-c", LOSING)) as process:
-        process.output = process.process.communicate(timeout=TIMEOUT)[0].replace(b"KV pool: 64 blocks\n", b"")
-        assert process.process.returncode == status and process.output == b"\nInterrupted.\n"
+def test_a_signal_whose_exception_is_lost_while_it_starts_ends_it(tmp_path, number, status, words):
+    with running(tmp_path, *words, int(number), before=LOSING) as process:
+        assert interrupted(process, 0, status).replace("KV pool: 64 blocks\n", "") == "\nInterrupted.\n"
 
 
 def told(connection) -> bool:
-    response = connection.getresponse()
-    error = json.loads(response.read())["error"]
-    return response.status == 503 and "shutting down" in sentence(error, "server_error")
-
-
-def health(port: int) -> dict:
-    with urlopen(f"http://127.0.0.1:{port}/health", timeout=TIMEOUT) as reply:
-        return json.load(reply)
+    return "shutting down" in Reply(connection.getresponse()).error(503, "server_error")

@@ -8,6 +8,7 @@ import importlib
 import os
 import random
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,26 +23,14 @@ from shell import hardware
 from shell.pieces import Pieces
 from shell.ranks import Ranks
 from tests.support import engines, streams, traffic, unordered
-from tests.support.engines import (
-    ask,
-    ask_and_evict,
-    check_pools,
-    draw,
-    evict,
-    tiered,
-    tiny_model,
-    wait_until_idle,
-)
+from tests.support.engines import ask, ask_and_evict, check_pools, draw, evict, tiered, tiny_model
 from tests.support.faults import faulty
 from tests.support.launches import a_layer
 
 ranked = importlib.import_module("09_tensor_parallel")
 REAL = torch.cuda.is_available()
-TESTED = {
-    name: engines.CACHES[name]
-    for name in ("host", "hidden", "planned", "files", "both", "both, files", "tiered", "tiered, both ends")
-}
-TESTED |= {
+NAMES = "host", "hidden", "planned", "files", "both", "both, files", "tiered", "tiered, both ends"
+TESTED = {name: engines.CACHES[name] for name in NAMES} | {
     "8 bits": lambda blocks: engines.both_ends.BidirectionalCache(engines.modelled(blocks), bits=8),
     "write_back": lambda blocks: tiered(blocks, "wait_complete", "write_back"),
     "ranked": lambda blocks: ranked.KVCache(Ranks(), 4 * blocks),
@@ -143,8 +132,7 @@ def test_requests_are_cancelled_and_preempted_under_way_and_copies_fail(gpu, ora
     documents = [draw(rng, length) for length in (70, 90)]
     for turn in range(2):
         asked = [Request(documents[number % 2] + draw(rng, 3), 12) for number in range(4)]
-        for request in asked:
-            engine.submit(request)
+        engines.submit(engine, *asked)
         with faulty(rng, failing=0.0 if cache == "hybrid" else 0.2):  # in chapter 08 a failed copy fails the whole step
             for _ in range(1 + turn):
                 engine.step()
@@ -153,9 +141,8 @@ def test_requests_are_cancelled_and_preempted_under_way_and_copies_fail(gpu, ora
         left = [request for request in asked if not isinstance(request.outcome, ClientDisconnected)]
         assert all(oracle[cache].judge(request) != "wrong" for request in left)
         engine.evict("device")
-    wait_until_idle(engine)
-    assert engine.counts["preemptions"]
     check_pools(engine)
+    assert engine.counts["preemptions"]
 
 
 @pytest.mark.parametrize("gpu", ["real" if REAL else "late copies"], indirect=True)
@@ -222,15 +209,14 @@ def test_while_nothing_runs_the_smaller_graphs_are_captured_until_a_request_come
     pieces, seen = engine.runner.pieces, max(engine.runner.pieces.graphs)
     pieces.idle(lambda: len(pieces.graphs) >= 3)
     assert len(pieces.graphs) == 3
-    wait_until_idle(engine)
+    engines.wait_until_idle(engine)
     engine.wake.set()
     engine.step()
     assert sorted(pieces.graphs) == [size for size in pieces.sizes if size <= seen]
     assert pieces.layers(max(pieces.sizes) + 1) is engine.model.layers, "a pass with more rows uses no graphs"
 
 
-def refuse(*_):
-    raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20 GB")
+refuse = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20 GB"))
 
 
 def later(calls: int, original):
@@ -345,10 +331,7 @@ def test_a_link_whose_kernels_copy_wrongly_leaves_blocks_to_the_copy_engine(gpu,
 @pytest.mark.parametrize("gpu", ["real" if REAL else "late"], indirect=True)
 @pytest.mark.parametrize("error", [AttributeError, AssertionError, OSError])
 def test_a_gpu_that_cannot_be_divided_copies_on_any_stream(gpu, monkeypatch, error):
-    def divided(**_):
-        raise error
-
-    monkeypatch.setattr(torch.cuda.green_contexts.GreenContext, "create", divided)
+    monkeypatch.setattr(torch.cuda.green_contexts.GreenContext, "create", Mock(side_effect=error))
     link = hardware.connect("load", Clock("cuda"))
     assert isinstance(link.stream, torch.cuda.Stream) and link.backend is None
 

@@ -21,7 +21,7 @@ WRONG = [  # (chapter, its code, wrong code of a student, part of the judge's se
     ("03", "            self.saving.update(zip(block_keys, host_blocks))", "            self.saving.update(zip(block_keys, host_blocks))\n"
      "            [*map(self.host.register, host_blocks, block_keys)]", "a block is not registered before its copy has arrived"),
     ("03", "block_keys[: -(-link.measured_from // size)]", "block_keys", "holds its blocks for too long"),
-    ("03", "make_room(len(block_keys), own, used)", "make_room(len(block_keys), own)", "that were used later"),
+    ("03", "self.not_evicted_for(request), used)", "self.not_evicted_for(request))", "that were used later"),
     ("03", "        request.timeline.add(\"save\", transfer.label, *transfer.span())\n", "", "a save is in its request's timeline"),
     ("03", "        return fits\n", "        return fits == len(block_keys)\n", "how many blocks fit"),
     ("04", "while ahead and len(loading.landing) < DEPTH:", "while ahead and not loading.landing:", "right, but late"),

@@ -43,8 +43,7 @@ def test_rows_that_differ_in_one_key_become_one():
     assert [(row["model"], list(row["at"])) for row in tables.grouped(rows, ("model",), "link")] == [("a", [1, 2]), ("b", [1, 2])]
 
 
-def test_a_run_measures_the_parts_that_are_wanted_on_their_models_loses_no_rows_of_one_that_fails_and_writes_what_it_shows(
-        tmp_path, capsys):  # fmt: skip
+def test_a_run_measures_the_wanted_parts_and_loses_no_rows_of_a_part_that_fails(tmp_path, capsys):
     def part(model, arguments):
         yield dict(name=arguments.name, rounds=arguments.rounds, ms=measure.spread([1.0, 2.0, 3.0]))
 

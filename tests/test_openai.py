@@ -91,16 +91,11 @@ def test_a_stream_without_usage_has_none_and_ends_with_done(client, served):
 
 # 2. Fields of a request --------------------------------------------------------------------------------------
 
-def seen(served):
-    """Return the request that was submitted last."""
-    return served.engine.asked[-1]
-
-
 def test_what_a_client_asks_for_reaches_the_engine(client, served):
     client.chat.completions.create(messages=HELLO, model="x", max_completion_tokens=3, seed=7, top_p=0.5,
                                    stop=["a"],
                                    extra_body=dict(cache_salt="Anna", top_k=2))
-    request = seen(served)
+    request = served.engine.asked[-1]
     assert (request.max_tokens, request.seed, request.top_p, request.top_k) == (3, 7, 0.5, 2)
     assert request.temperature == 1.0 and request.options == dict(cache_salt="Anna")
     assert request.writer.stop == ["a"]
@@ -113,7 +108,8 @@ def test_neutral_fields_and_labels_are_taken(client, served):
         safety_identifier="x", prompt_cache_key="y", service_tier="auto", parallel_tool_calls=True, functions=[],
         modalities=["text"], stream=True, stream_options=dict(include_usage=True, include_obfuscation=False),
         **GREEDY | dict(max_tokens=8.0))
-    assert (seen(served).temperature, seen(served).top_k, repr(seen(served).max_tokens)) == (0, 0, "8")
+    request = served.engine.asked[-1]
+    assert (request.temperature, request.top_k, repr(request.max_tokens)) == (0, 0, "8")
 
 
 @pytest.mark.parametrize("blocks, room, long, words", [

@@ -179,7 +179,7 @@ def test_evict_empties_a_pool_and_a_server_that_is_gone_is_told_until_it_is_back
 def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_the_last_row(browser):
     classroom = load("classroom")
     engine = make(tiered(256, "wait_complete", "write_through"), 128, model=classroom.model)
-    engine.let, info = lambda: None, dict(INFO, title="Chapter 07: three tiers.")
+    info = dict(INFO, title="Chapter 07: three tiers.")
     with closing(engine), serving(classroom, engine, info) as client, page_of(browser, client, LESSON) as page:
         memories, lines = page.locator(".pool"), page.locator(".turn .from")
         for number in range(3):

@@ -1,18 +1,15 @@
 """docs/reference.md, "Prefill here, decode there": the processes of its two commands find each other's pages in storage."""
 
-import json
 import re
-from urllib.request import Request, urlopen
 
 from conftest import ROOT
 
 from tests.support import forked
-from tests.support.serving import eventually
+from tests.support.serving import Client, eventually
 
 
-def ask(url: str, **body) -> dict:
-    data = json.dumps(body).encode() if body else None
-    return json.load(urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=60))
+def ask(client: Client, **body) -> dict:
+    return client.ask("/generate", body).json
 
 
 def test_one_process_prefills_and_another_one_decodes(tmp_path):
@@ -26,19 +23,19 @@ def test_one_process_prefills_and_another_one_decodes(tmp_path):
             servers.append(forked.start(folder, ROOT / chapter, *words, "--port", "0"))
         said = [tmp_path / number / "stdout" for number in "01"]
         eventually(lambda: all("\n" in path.read_text() for path in said))
-        here, there = (re.search(r"http://\S+:\d+", path.read_text())[0] for path in said)
-        first, written = ask(f"{here}/generate", messages=talk, max_tokens=1), "storage_pages_written"
+        here, there = (Client(int(re.search(r"http://\S+:(\d+)", path.read_text())[1])) for path in said)
+        first, written = ask(here, messages=talk, max_tokens=1), "storage_pages_written"
         pages = (first["usage"]["prompt_tokens"] - 1) // 16
-        eventually(lambda: ask(f"{here}/health")["counters"].get(written, 0) >= pages)
-        second = ask(f"{there}/generate", messages=talk, max_tokens=16)
-        alone = ask(f"{here}/generate", messages=talk, max_tokens=16, cache_salt="another's")
+        eventually(lambda: here.counters().get(written, 0) >= pages)
+        second = ask(there, messages=talk, max_tokens=16)
+        alone = ask(here, messages=talk, max_tokens=16, cache_salt="another's")
         assert first["source"] == "miss" and second["found"] == {"storage": pages * 16}
         assert second["tokens"] == alone["tokens"] and second["tokens"][:1] == first["tokens"]
         # The other direction: the first process finds the pages that the second one has decoded.
-        eventually(lambda: ask(f"{there}/health")["counters"].get(written, 0) >= 1)
+        eventually(lambda: there.counters().get(written, 0) >= 1)
         talk += [dict(role="assistant", content=second["text"]), dict(role="user", content="Who lives in Rome?")]
-        third = ask(f"{here}/generate", messages=talk, max_tokens=16)
-        alone = ask(f"{here}/generate", messages=talk, max_tokens=16, cache_salt="a third one's")
+        third = ask(here, messages=talk, max_tokens=16)
+        alone = ask(here, messages=talk, max_tokens=16, cache_salt="a third one's")
         assert third["found"] == {"gpu": pages * 16, "storage": 16} and third["tokens"] == alone["tokens"]
     finally:
         for server in servers:

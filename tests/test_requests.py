@@ -124,8 +124,8 @@ def test_bytes_that_are_no_text_leave_what_is_beside_them(tokens, before, text):
     ("a</s>\n<|user|>b", "</s>\n<|user|>", "a   "), ("a</s>\n<|user|>b", "user|>", "a  \n "), ("a</s>b", "ab", "  "),
     ("a</s>bc", "</s>x", "a  b c"), ("<|user|>", "<|user|>", ""),
     ("a\u00e9b", "no", "a  \u00e9 b"), ("xabx", "abc", "x   abx"), ("xabcd", "abc", "x   ")])
-def test_special_tokens_are_in_stop_strings_only_and_what_may_begin_one_or_ends_within_a_character_is_held_back(
-        frontend, said, stop, expected):
+def test_what_may_begin_a_stop_string_or_ends_within_a_character_is_held_back(frontend, said, stop, expected):
+    """Special tokens can be part of a stop string, but they are never part of the text."""
     pieces, writer = written(frontend.tokenizer, said, [stop, "nothing of it"])
     assert pieces == expected.split(" ") and writer.text == "".join(pieces) and writer.stopped == (pieces[-1] == "")
 

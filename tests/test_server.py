@@ -134,44 +134,44 @@ def test_a_body_that_is_too_large_gets_its_answer(client, size, chunked):
     assert client.ask("/generate", ASK).status == 200
 
 
-@pytest.mark.parametrize("sent", [
+def sent(client, raw: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", client.port), timeout=TIMEOUT)
+    connection.sendall(raw)
+    return connection
+
+
+@pytest.mark.parametrize("raw", [
     b"GET /nothing HTTP/1.1\r\n\r\n", b"POST /generate HTTP/1.1\r\n\r\n",
     b"POST /generate HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
     b"POST /generate HTTP/1.1\r\nContent-Length: x\r\n\r\n",
     b"POST /generate HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n{}",
-    b"POST /generate HTTP/1.1\r\nContent-Length: 50\r\n\r\n{}"], ids=lambda sent: repr(sent[:60]))
-def test_broken_http_gets_a_json_error(client, sent):
-    with socket.create_connection(("127.0.0.1", client.port), timeout=TIMEOUT) as connection:
-        connection.sendall(sent)
+    b"POST /generate HTTP/1.1\r\nContent-Length: 50\r\n\r\n{}"], ids=lambda raw: repr(raw[:60]))
+def test_broken_http_gets_a_json_error(client, raw):
+    with sent(client, raw) as connection:
         connection.shutdown(socket.SHUT_WR)
         reply = b"".join(iter(lambda: connection.recv(65536), b""))
     sentence(json.loads(reply[reply.index(b"{"):])["error"])
-    assert b" 500 " not in reply.split(b"\r\n")[0] and reply.count(b"100 Continue") == sent.count(b"100-continue")
+    assert b" 500 " not in reply.split(b"\r\n")[0] and reply.count(b"100 Continue") == raw.count(b"100-continue")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_of_http_1_0_gets_no_chunks(client, stream):
     body = json.dumps(dict(ASK, stream=stream))
-    with socket.create_connection(("127.0.0.1", client.port), timeout=TIMEOUT) as connection:
-        connection.sendall(f"POST /generate HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    with sent(client, f"POST /generate HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()) as connection:
         head, _, said = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.0 200") and b"chunked" not in head
     assert said.startswith(b"data: {" if stream else b"{")
 
 
-def half_open(client) -> socket.socket:
-    half = socket.create_connection(("127.0.0.1", client.port), timeout=TIMEOUT)
-    half.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: 9\r\n")
-    return half
+HALF = b"POST /generate HTTP/1.1\r\nContent-Length: 9\r\n"
 
 
 @pytest.mark.parametrize("more", [b"", b"X", b"\r\n\r\n{", b"\r\n\r\n{}       "])
-def test_a_request_that_is_sent_by_half_keeps_its_connection_for_a_while_and_no_stream_is_cut_meanwhile(
-        frontend, monkeypatch, caplog, more):
+def test_half_a_request_keeps_its_connection_for_a_while_and_cuts_no_stream(frontend, monkeypatch, caplog, more):
     monkeypatch.setattr(servers.Handler, "timeout", 1.0)  # the stream's request must arrive within it
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
         stream, = waiting(client, threads, ("/generate", dict(ASK, stream=True)))     # as during a long step
-        with half_open(client) as half, suppress(ConnectionError):
+        with sent(client, HALF) as half, suppress(ConnectionError):
             half.sendall(more)
             eventually(lambda: half.sendall(more[-1:]) if more else half.recv(1) == b"")    # slow bytes do not keep the connection
         client.engine.let()
@@ -184,7 +184,7 @@ def test_a_flood_of_halves_makes_room_for_others_and_ends_no_answer(frontend, mo
     monkeypatch.setattr(servers.Handler, "timeout", 2 * TIMEOUT)
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
         stream, = waiting(client, threads, ("/generate", dict(ASK, stream=True)))
-        halves = [half_open(client) for _ in range(12)]
+        halves = [sent(client, HALF) for _ in range(12)]
         assert client.ask("/health").status == 200
         assert [half.recv(1) for half in halves[:8]] == [b""] * 8
         client.engine.let()
@@ -246,8 +246,7 @@ def test_one_prompt_is_encoded_at_a_time_and_too_many_are_refused(frontend, monk
 @pytest.mark.parametrize("route,body,stream,behind", [
     ("/generate", ASK, False, b""), ("/generate", ASK, True, b""), ("/v1/chat/completions", CHAT, True, b"\r\n"),
     ("/generate", ASK, False, b"\r\n"), ("/v1/completions", TEXT, False, b"GET /health HTTP/1.1\r\n\r\n")])
-def test_a_client_that_hangs_up_in_the_middle_of_its_answer_or_before_it_is_cancelled(
-        frontend, caplog, route, body, stream, behind):
+def test_a_client_that_hangs_up_before_or_in_its_answer_is_cancelled(frontend, caplog, route, body, stream, behind):
     with serving(frontend) as client:
         client.engine.hold_after(3 * stream)
         with closing(client.send(route, dict(body, max_tokens=200, stream=stream))) as connection:

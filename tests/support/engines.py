@@ -118,10 +118,7 @@ def hybrid_runner(blocks: int, size: int = 16, plan=None, model=None, rows: int 
     return hybrid.HybridRunner(model or tiny_model(0, 4, on_host=True), plan, bandwidth, size, rows)
 
 
-def make(
-    cache="none", blocks: int = 64, block_size: int = 16, model=None, always_restore=True, runner=None,
-    **options,
-):  # fmt: skip
+def make(cache="none", blocks=64, block_size=16, model=None, always_restore=True, runner=None, **options):
     """Return an engine. `cache`: a name in CACHES or RUNNERS, or a Cache.
 
     By default every match is restored, so that no measured time decides what a test sees."""
@@ -163,12 +160,17 @@ def submit(engine, *requests: Request, steps: int = 0):
         engine.step()
 
 
-def until_over(engine, *requests: Request, seconds: float = 300.0):
-    """Step until all these requests have an outcome. Fails after `seconds`."""
-    until = time.perf_counter() + seconds
-    while any(request.outcome is None for request in requests):
-        assert time.perf_counter() < until, "a request has no outcome in time"
+def step_until(engine, is_over, words: str):
+    """Step until `is_over()` is true. Fails with `words` after 300 s."""
+    until = time.perf_counter() + 300
+    while not is_over():
+        assert time.perf_counter() < until, words
         engine.step()
+
+
+def until_over(engine, *requests: Request):
+    """Step until all these requests have an outcome."""
+    step_until(engine, lambda: all(request.outcome for request in requests), "a request has no outcome in time")
 
 
 def ask_and_evict(engine, prompt: list[int], new: int = 6) -> Request:
@@ -178,12 +180,9 @@ def ask_and_evict(engine, prompt: list[int], new: int = 6) -> Request:
     return request
 
 
-def wait_until_idle(engine, seconds: float = 300.0):
-    """Step until the engine is idle. Fails after `seconds`: then something was never released."""
-    until = time.perf_counter() + seconds
-    while engine.busy:
-        assert time.perf_counter() < until, "the engine is not idle in time: something was never released"
-        engine.step()
+def wait_until_idle(engine):
+    """Step until the engine is idle."""
+    step_until(engine, lambda: not engine.busy, "the engine is not idle in time: something was never released")
 
 
 def evict(engine):

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from common.cuda_link import Link
@@ -117,17 +118,13 @@ READ = {kind: kind.read for kind in (Storage, both_ends.ModelledStorage)}
 def faulty(*args, **shares):
     """Context manager: inject faults into all links, and into reads of storage, and return the Faults."""
     faults = Faults(*args, **shares)
-    for kind in COPY:
-        kind.copy = lambda link, *what: faults.copy(link, *what)
-    if "storage" in faults.lanes:
-        for kind in READ:
-            kind.read = lambda storage, keys, into: faults.read(storage, keys, into)
     try:
-        yield faults
+        with pytest.MonkeyPatch.context() as patch:
+            for kind in COPY:
+                patch.setattr(kind, "copy", lambda link, *what: faults.copy(link, *what))
+            for kind in READ if "storage" in faults.lanes else ():
+                patch.setattr(kind, "read", lambda storage, keys, into: faults.read(storage, keys, into))
+            yield faults
     finally:
-        for kind, copy in COPY.items():
-            kind.copy = copy
-        for kind, read in READ.items():
-            kind.read = read
         for timer in faults.pending:
             timer.join()

@@ -82,11 +82,8 @@ def generated(ranks, arguments):
         own = cache_of(cache, ranks, model, blocks, Losing(rng, 0.02))
         return engines.make(own, blocks, size, model=model, **options)
 
-    oracle = engines.Oracle
-    engines.Oracle = lambda model=None: oracle(whole)
     asked = arguments.keep, arguments.requests, arguments.seed
-    counts = traffic.run(*asked, make=make, rank=ranks.rank)
-    engines.Oracle = oracle
+    counts = traffic.run(*asked, make=make, rank=ranks.rank, model=whole)
     assert not counts["wrong"] and not counts["failed"], counts
     assert counts["restored"] > 0 or arguments.keep == "nothing", counts
     print(", ".join(f"{count} {name}" for name, count in sorted(counts.items())))

@@ -57,10 +57,10 @@ def sentence(error: dict, kind: str = "invalid_request_error") -> str:
 
 
 class Client:
-    """A client of the server under test."""
+    """A client of a server under test. `server`, `thread`: in this process, if the server is."""
 
-    def __init__(self, port: int, server: Server, thread: threading.Thread):
-        self.port, self.server, self.engine, self.thread = port, server, server.engine, thread
+    def __init__(self, port: int, server: Server | None = None, thread: threading.Thread | None = None):
+        self.port, self.server, self.engine, self.thread = port, server, server and server.engine, thread
 
     def send(self, route: str, body=None, method: str | None = None, headers: dict | None = None):
         """Send a request, and return the connection without waiting for the answer. To close it means to hang up."""
@@ -77,28 +77,22 @@ class Client:
         return self.ask("/health").json["counters"]
 
 
-def run(server: Server) -> threading.Thread:
-    """Run the server's engine on a new thread, since tests send requests from the main thread."""
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    return thread
-
-
 @contextmanager
 def serving(frontend, engine=None, info=INFO, **options):
     """Context manager: serve an engine and yield a Client.
 
-    At the end, the engine's thread must end, and no request may be left."""
-    server = Server(engine or Engine(), frontend, info, **options)
-    steps = run(server)
-    listener = listen("127.0.0.1", 0)
+    The engine runs on a new thread, since tests send requests from the main thread. At the end, that thread must end,
+    and no request may be left."""
+    server, listener = Server(engine or Engine(), frontend, info, **options), listen("127.0.0.1", 0)
     listener.app = make_app(server)
+    steps = threading.Thread(target=server.run, daemon=True)
     thread = threading.Thread(target=listener.serve_forever, args=[0.01], daemon=True)
+    steps.start()
     thread.start()
     try:
         yield Client(listener.port, server, steps)
     finally:
-        server.engine.let()
+        getattr(server.engine, "let", bool)()  # only the stub engine can be held
         server.close()
         listener.shutdown()
         thread.join()

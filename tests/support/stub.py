@@ -30,13 +30,12 @@ class Engine(RequestQueue):
     def hold(self):
         self.gate.clear()
 
-    def hold_after(self, steps: int):
+    def hold_after(self, steps: int | None):
         self.left = steps
         self.gate.set()
 
     def let(self):
-        self.left = None
-        self.gate.set()
+        self.hold_after(None)
 
     @property
     def held(self) -> bool:

@@ -30,17 +30,17 @@ def prompts_of(rng: random.Random, longest: int, documents: int = 4) -> list[lis
     return prompts
 
 
-def run(
-    cache, requests: int, seed: int, share=0.05, make=engines.make, rank=0, until_wrong=False, longest=300, answer=24,
-):  # fmt: skip
+def run(cache, requests: int, seed: int, share=0.05, make=engines.make, rank=0, model=None,
+        until_wrong=False, longest=300, answer=24):
     """Send at least `requests` requests to engines with this Cache, one engine after the other.
 
     `seed`: the same seed gives the same requests. `rank`: each rank gets the same requests, but other failing copies.
-    `share`: of copies that fail, and of copies that are late. `until_wrong`: stop after an engine that gave a wrong
-    answer. `longest`, `answer`: the most tokens of a document and of an answer.
+    `share`: of copies that fail, and of copies that are late. `model`: the one whose answers
+    are right. `until_wrong`: stop after an engine that gave a wrong answer. `longest`, `answer`: the most tokens of a
+    document and of an answer.
 
     Returns: counts of events."""
-    model = engines.tiny_model(0, 4) if cache in engines.RUNNERS else None
+    model = engines.tiny_model(0, 4) if cache in engines.RUNNERS else model
     oracle, counts, rng, number = engines.Oracle(model), Counter(), random.Random(seed), 0
     while counts["requests"] < requests and not (until_wrong and counts["wrong"] + counts["failed"]):
         if number % 4 == 0:

@@ -101,12 +101,17 @@ def measured_before(speed: float = 1e9):
         yield
 
 
-def scene(cache=None, length: int = 70) -> str:
-    """Ask about two documents that evict each other from the device. Returns: a letter for each answer."""
+def scene(cache=None, scattered=False) -> str:
+    """Ask about two documents that evict each other from the device. Returns: a letter for each answer.
+
+    `scattered`: no two free blocks are adjacent."""
     rng, oracle, letters = random.Random(1), engines.Oracle(engines.tiny_model(3, 2)), ""
-    engine = engines.make(cache or engines.offload.HostCache(64), 8, model=engines.tiny_model(3, 2, "cuda"))
+    cache, blocks = cache or engines.offload.HostCache(64), 24 if scattered else 8
+    engine = engines.make(cache, blocks, model=engines.tiny_model(3, 2, "cuda"))
+    for pool in engine.pools.values() if scattered else ():
+        pool.release(pool.allocate(pool.size)[::3])
     engine.runner.pieces.check = lambda size: None  # the check would make the host wait and let copies complete
-    documents = [engines.draw(rng, length) for _ in range(2)]
+    documents = [engines.draw(rng, 70) for _ in range(2)]
     for number, settled in (0, False), (1, False), (0, True), (1, True), (0, False), (1, True):
         if settled:
             engines.wait_until_idle(engine)
@@ -118,17 +123,6 @@ def scene(cache=None, length: int = 70) -> str:
     engines.wait_until_idle(engine)
     engine.close()
     return letters
-
-
-def scattered(cache) -> str:
-    """Run the scene with scattered blocks: the pools allocate no two adjacent blocks while they can avoid it."""
-    with mock.patch.object(engines.paged.BlockPool, "find_free", every_other):
-        return scene(cache)
-
-
-def every_other(pool, count: int, after, room) -> list[int]:
-    free = [block for block, is_free in enumerate(pool.free) if is_free]
-    return (free[::2] + free[1::2])[:count]
 
 
 def kernels(rounds: int = 4) -> str:
@@ -156,7 +150,7 @@ SCENES = {
     "record_stream": temporary,
     "wait_stream": lambda: scene(engines.hidden_states.HiddenCache(64)), "kernels wait": kernels,
     "copied inputs": lambda: scene(engines.hidden_states.HiddenCache(64)),
-    "kernels' memory": lambda: scattered(engines.offload.HostCache(8)),
+    "kernels' memory": lambda: scene(engines.offload.HostCache(24), scattered=True),
 }  # fmt: skip
 
 
