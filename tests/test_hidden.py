@@ -15,19 +15,11 @@ from common.store import Storage, StoredChunks
 from shell import cli
 from shell.backends import in_directories
 from tests.support import engines
-from tests.support.engines import (
-    ORACLE,
-    ask,
-    ask_and_evict,
-    check_pools,
-    draw,
-    evict,
-    hidden_states,
-    wait_until_idle,
-)
+from tests.support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, evict, wait_until_idle
 from tests.support.faults import faulty
 from tests.support.serving import eventually
 
+hidden_states = engines.hidden_states
 PROMPT = draw(random.Random(0), 150)  # nine blocks and 6 tokens
 
 

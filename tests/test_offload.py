@@ -10,18 +10,9 @@ from common.link import Transfer
 from common.requests import Request
 from shell.frontend import check_fields
 from tests.support import engines
-from tests.support.engines import (
-    ORACLE,
-    ask,
-    ask_and_evict,
-    check_pools,
-    draw,
-    evict,
-    make,
-    offload,
-    wait_until_idle,
-)
+from tests.support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, evict, make, wait_until_idle
 
+offload = engines.offload
 BLOCK = 16 * engines.tiny_model().config.kv_numbers_per_token * 4  # bytes per block
 
 

@@ -27,22 +27,12 @@ from shell import backends, cli
 from shell.modelled_link import Bandwidth
 from shell.ranks import Ranks
 from tests.support import engines, traffic
-from tests.support.engines import (
-    ask,
-    check_pools,
-    draw,
-    evict,
-    make,
-    tiered,
-    tiers,
-    until_over,
-    wait_until_idle,
-)
+from tests.support.engines import ask, check_pools, draw, evict, make, tiered, until_over, wait_until_idle
 from tests.support.faults import faulty
 from tests.support.redis_server import redis_server
 
-paged, ranked = importlib.import_module("02_paged_kv"), importlib.import_module("09_tensor_parallel")
-ORACLE = engines.Oracle()
+ranked = importlib.import_module("09_tensor_parallel")
+paged, tiers, ORACLE = engines.paged, engines.tiers, engines.ORACLE
 
 
 class Shelf:
