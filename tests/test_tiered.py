@@ -79,6 +79,13 @@ def right(engine, prompt: list[int], new: int = 4) -> Request:
     return request
 
 
+def saved(engine, *prompts: list[int]):
+    """Answer prompts correctly, and each time wait until all copies and writes have completed."""
+    for prompt in prompts:
+        right(engine, prompt)
+        wait_until_idle(engine)
+
+
 def failing(function):
     """Return a function that raises OSError in every third call."""
     return Mock(wraps=function, side_effect=cycle([DEFAULT, OSError, DEFAULT]))
@@ -105,11 +112,9 @@ def only_stored(tokens=200, prefetch="wait_complete", write="write_through", **o
     shelf, rng = Shelf(), random.Random(0)
     prompts = [draw(rng, count) for count in ([tokens] if isinstance(tokens, int) else tokens)]
     with engine_on(shelf, prefetch, write, **options) as engine:
-        for prompt in prompts:
-            right(engine, prompt)
-            wait_until_idle(engine)  # its pages are written before the next prompt takes their places
+        saved(engine, *prompts)
         forget(engine)
-        yield engine, shelf, prompt if isinstance(tokens, int) else prompts
+        yield engine, shelf, *prompts
         shelf.open.set()
 
 
@@ -217,9 +222,7 @@ def test_what_a_crash_costs(write):
     shelf, rng = Shelf(), random.Random(0)
     twice, once = draw(rng, 100), draw(rng, 100)
     with engine_on(shelf, write=write) as engine:
-        for prompt in (twice, once, twice):
-            right(engine, prompt)
-            wait_until_idle(engine)
+        saved(engine, twice, once, twice)
         left = len(shelf)
         assert bool(engine.counts["swap_outs"]) == (write != "write_back")
     assert left == dict(write_through=12, write_through_selective=6, write_back=0)[write]
@@ -239,12 +242,8 @@ def test_what_leaves_all_tiers_is_counted(write, fault, monkeypatch):
         all_but_one = lambda keys, values: keep(keys[1:], values[1:]) or failing(keep)()  # noqa: E731
         shelf.set = dict(set=failing(keep), one=all_but_one).get(fault, keep)
         prompts = [draw(rng, 300) for _ in range(14)]
-        for prompt in prompts:
-            right(engine, prompt)
-            wait_until_idle(engine)  # however slow this machine is
-        for tier in ("device", "host"):
-            engine.evict(tier)
-            wait_until_idle(engine)
+        saved(engine, *prompts)
+        forget(engine)
         wanted = 0 if write == "write_through_selective" else 14 * 18
         assert len(shelf) + engine.counts["pages_lost"] == wanted, engine.counts
         assert engine.counts["pages_lost"] == 0 or fault != "none", "no page is lost if storage is fast and nothing fails"
@@ -326,8 +325,7 @@ def test_an_eviction_waits_as_long_as_its_copy_takes_and_one_that_fails_or_is_la
     rng = random.Random(0)
     with engine_on(Shelf(), write="write_back", blocks=16, host=32) as engine:
         link, counts = engine.lower_tier.cache.save_link, engine.counts
-        right(engine, draw(rng, 200))
-        wait_until_idle(engine)
+        saved(engine, draw(rng, 200))
         link.bandwidth, fast = Bandwidth(12 * engine.lower_tier.cache.host.block_bytes / 1.0), link.bandwidth
         right(engine, draw(rng, 200))
         assert counts["pages_written"] > 0 and not counts["pages_lost"]
@@ -355,8 +353,7 @@ def test_what_is_matched_does_not_go_for_its_own_requests_blocks():
 
 def test_a_match_ends_at_a_gap_in_host_memory_though_the_device_has_that_page():
     with engine_on(Shelf(), "best_effort", threshold=512) as engine:
-        right(engine, prompt := draw(random.Random(0), 100))
-        wait_until_idle(engine)
+        saved(engine, prompt := draw(random.Random(0), 100))
         first, second, *_ = engine.block_keys.extend([], prompt)
         engine.pool.evict([engine.pool.block_of[first]])
         engine.lower_tier.cache.host.evict([engine.lower_tier.cache.host.block_of[second]])
@@ -365,8 +362,7 @@ def test_a_match_ends_at_a_gap_in_host_memory_though_the_device_has_that_page():
 
 def test_nothing_is_written_behind_a_page_that_no_tier_has():
     with engine_on(shelf := Shelf()) as engine:
-        right(engine, prompt := draw(random.Random(0), 70))
-        wait_until_idle(engine)
+        saved(engine, prompt := draw(random.Random(0), 70))
         cache, (_, *later) = engine.lower_tier.cache, engine.block_keys.extend([], prompt)
         engine.pool.evict([engine.pool.block_of[page] for page in later])
         forget_from(engine, prompt, page=1)  # only storage has them; then it loses them
@@ -430,12 +426,12 @@ def test_the_guard_does_not_wait_for_storage_that_is_slower_than_computing():
 
 
 @contextmanager
-def in_line(engine, prompt: list[int]):
+def in_line(engine, prompt: list[int], **options):
     """Context manager: return a request that stays queued until the end of the block.
 
     Then it must be answered correctly."""
     engine.max_running = 0
-    engine.submit(request := Request(prompt, 4))
+    engine.submit(request := Request(prompt, 4, **options))
     engine.step()
     yield request
     engine.max_running = 64
@@ -450,8 +446,7 @@ def test_who_stands_in_line_finds_what_another_engine_has_written_meanwhile(monk
         with in_line(engine, prompt) as request:
             assert steps(engine, lambda: request.memo.answered)
             for part in prompt[:100], prompt:  # storage is asked again while the request is queued
-                right(other, part)
-                wait_until_idle(other)
+                saved(other, part)
                 assert steps(engine, lambda part=part: len(engine.lower_tier.cache.host.block_of) == len(part) // 16)
         assert request.found == {"storage": 192}
 
@@ -594,7 +589,7 @@ def test_an_answer_whether_storage_has_it_stands_behind_no_read():
 
 
 def test_prefetches_hold_half_of_host_memory_at_most_and_the_second_waits_for_the_places_of_the_first():
-    with only_stored((100, 80), host=10) as (engine, shelf, prompts):
+    with only_stored((100, 80), host=10) as (engine, shelf, *prompts):
         shelf.open.clear()
         for request in (asked := [Request(prompt, 2) for prompt in prompts]):
             engine.submit(request)
@@ -609,27 +604,20 @@ def test_prefetches_hold_half_of_host_memory_at_most_and_the_second_waits_for_th
 @pytest.mark.parametrize("again", [1.0, 0.0])
 def test_what_was_read_for_a_request_that_waits_does_not_leave_for_another_ones_pages(again, monkeypatch):
     monkeypatch.setattr(tiers, "RETRY_SECONDS", again)  # seconds until storage is asked again for a request that has all its pages
-    with only_stored((100, 80), host=8) as (engine, _, prompts):
-        engine.max_running = 0  # both requests stay queued
-        for request in (asked := [Request(prompt, 2) for prompt in prompts]):
-            engine.submit(request)
-        assert steps(engine, lambda: asked[0].memo and len(asked[0].memo.pages_read) == 6)
-        steps(engine, lambda: False, 20)
-        engine.max_running = 64
-        until_over(engine, *asked)
-        assert asked[0].found == {"storage": 96}
+    with only_stored((100, 80), host=8) as (engine, _, *prompts):
+        with in_line(engine, prompts[0]) as first, in_line(engine, prompts[1]):
+            assert steps(engine, lambda: len(first.memo.pages_read) == 6)
+            steps(engine, lambda: False, 20)
+        assert first.found == {"storage": 96}
 
 
 def test_storage_is_asked_nothing_for_a_request_that_must_compute():
     with only_stored() as (engine, shelf, prompt):
         shelf.asked.clear()
-        engine.max_running = 0
-        engine.submit(request := Request(prompt, 2, must_compute=True))
-        steps(engine, lambda: False, 5)
-        assert not request.memo and not shelf.asked
-        engine.max_running = 64
-        until_over(engine, request)
-        assert request.found == {} and ORACLE.judge(request) != "wrong"
+        with in_line(engine, prompt, must_compute=True) as request:
+            steps(engine, lambda: False, 5)
+            assert not request.memo and not shelf.asked
+        assert request.found == {}
 
 
 @pytest.mark.parametrize("policy", ["both_ends", "best_effort"])
@@ -765,7 +753,6 @@ def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(ve
         shelf.open.set()
         wait_until_idle(engine)
         right(engine, prompt)  # its lookup finds that storage answers again; doubted pages are written again
-        wait_until_idle(engine)
         forget(engine)
         assert right(engine, prompt).found == {"storage": 192} or policy == "both_ends"
         assert not engine.lower_tier.cache.storage.silent
@@ -790,10 +777,8 @@ def test_ranks_wait_once_for_pages_that_do_not_come(verb):
         assert steps(engine, lambda: request.outcome, 500), "after one request has waited in vain, no other one waits"
         assert len(cache.in_flight["ask"]) < 2, "no other request asks storage"
     shelf.open.set()
-    wait_until_idle(engine)
     forget(engine)
     right(engine, prompt)
-    wait_until_idle(engine)
     forget(engine)
     assert not engine.lower_tier.cache.late and right(engine, prompt).found == {"cpu": 192}, "pages from storage were read into host memory"
     engine.close()
