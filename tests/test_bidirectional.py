@@ -249,20 +249,16 @@ def test_leftover_takes_only_what_others_leave():
 
 def test_a_share_of_nothing_only_loads_unless_storage_is_late():
     engine, cache, storage = engine_for(share=0.0)
-    request = submit(engine)
-    for _ in range(3):
-        engine.step()
+    for late in False, True:
+        request = submit(engine, steps=3)
         assert request.computed == 0
-    storage.deliver(6)
-    finish(engine, storage, request)
-    assert request.found == {"storage": 384} and request.timeline.plan["rows"] == [["chunks", "LLLLLL"]]
-    evict(engine)
-    request = submit(engine, steps=1)
-    assert request.computed == 0
-    request.restoration.deadline = 0.0
-    engine.step()
-    assert request.computed > 0
-    finish(engine, storage, request)
+        request.restoration.deadline *= not late
+        storage.deliver(6 * (not late))
+        engine.step()
+        assert request.computed > 0
+        finish(engine, storage, request)
+        assert late or request.found == {"storage": 384} and request.timeline.plan["rows"] == [["chunks", "LLLLLL"]]
+        evict(engine)
 
 
 # 3. Saving -------------------------------------------------------------------------------------
