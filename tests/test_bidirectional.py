@@ -301,9 +301,8 @@ def test_what_storage_lacks_in_front_is_computed_and_the_longest_run_is_loaded()
 def test_without_a_place_saving_waits_for_the_next_step_and_chunks_that_never_find_one_are_counted():
     engine, cache, storage = engine_for()
     places, other = cache.staging.allocate(cache.staging.available), draw(random.Random(5), 150)
-    request, before = submit(engine, other, 20), engine.counts["drops"]
-    for _ in range(4):
-        engine.step()
+    before = engine.counts["drops"]
+    request = submit(engine, other, 20, steps=4)
     assert found(engine, other, wait=False) == 0 and request.new
     cache.staging.release(places)
     finish(engine, storage, request)
@@ -356,8 +355,7 @@ def test_8_bit_chunks_are_smaller_close_to_what_was_computed_and_not_found_by_th
     storage = Storage()
     engine, cache, _ = engine_for(storage, bits=8, share=0.0)
     assert cache.chunk_bytes == BYTES // 4 * 18 // 16
-    request = submit(engine, PROMPT, 80)
-    engine.step()
+    request = submit(engine, PROMPT, 80, steps=1)
     storage.deliver(6)
     engines.until_over(engine, request)
     assert request.found == {"storage": 384} and found(engine, request.tokens) == 448

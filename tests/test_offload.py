@@ -259,7 +259,6 @@ def test_behind_what_was_not_copied_nothing_is(blocks):
     cache.save_link.measured.forget()
     engines.until_over(engine, request)
     assert kept(engine, request.tokens[:-1]) == len(cache.host.block_of) == (0 if blocks == 2 else 8)
-    engine.close()
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -303,4 +302,3 @@ def test_a_link_that_was_slow_while_the_processor_was_busy_is_tried_at_once():
     cache.save_link.measured.record(1.0, 1.0)
     ask(engine, PROMPT, 40)
     assert kept(engine, PROMPT) == 6
-    engine.close()

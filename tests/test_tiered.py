@@ -428,8 +428,7 @@ def in_line(engine, prompt: list[int], **options):
 
     Then it must be answered correctly."""
     engine.max_running = 0
-    engine.submit(request := Request(prompt, 4, **options))
-    engine.step()
+    engines.submit(engine, request := Request(prompt, 4, **options), steps=1)
     yield request
     engine.max_running = 64
     until_over(engine, request)
@@ -634,8 +633,7 @@ def test_what_storage_says_too_late_is_not_read(policy):
         shelf.exists = lambda keys: shelf.open.wait(60) and exists(keys)
         shelf.asked.clear()
         shelf.open.clear()
-        engine.submit(request := Request(prompt, 99))
-        engine.step()
+        engines.submit(engine, request := Request(prompt, 99), steps=1)
         request.wait_deadline, engine.token_budget = 0.0, 16  # so that the request takes many steps
         assert steps(engine, lambda: request.table) and bool(request.restoration) == (policy == "best_effort")
         shelf.open.set()
@@ -722,8 +720,7 @@ def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch, verb
         shelf.open.clear()
         engine.submit(waits := Request(prompt, 4))
         assert steps(engine, lambda: waits.outcome, 500) and waits.found == {} and ORACLE.judge(waits) != "wrong"
-        engine.submit(request := Request(draw(random.Random(1), 200), 2))
-        engine.step()
+        engines.submit(engine, request := Request(draw(random.Random(1), 200), 2), steps=1)
         assert not request.memo, "a storage that hangs is not asked"
         until_over(engine, request)
 
@@ -770,8 +767,7 @@ def test_ranks_wait_once_for_pages_that_do_not_come(verb):
         forget(engine)
         shelf.open.clear()
         for prompt, until in zip(prompts, (0.0, 1e9, 1e9)):  # the later requests have no deadline of their own
-            engine.submit(request := Request(prompt, 2))
-            engine.step()
+            engines.submit(engine, request := Request(prompt, 2), steps=1)
             cache.until[request] = until
             assert steps(engine, lambda: request.outcome, 500), "after one request has waited in vain, no other one waits"
             assert len(cache.in_flight["ask"]) < 2, "no other request asks storage"
