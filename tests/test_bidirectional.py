@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.link import Transfer, TransferError
-from common.requests import ClientDisconnected, Request
+from common.requests import Request
 from common.store import StoredChunks
 from shell.modelled_link import LATENCY, PIECE, Bandwidth
 from tests.support import engines
@@ -164,22 +164,6 @@ def test_read_ahead_is_bounded_in_bytes():
     assert request.found == {"storage": 192}
 
 
-def test_what_a_late_read_writes_is_read_by_nobody():
-    storage = engine_for()[2]
-    engine, cache, _ = engine_for(storage, memory=2 * BYTES)
-    gone = submit(engine, steps=1)
-    late, storage.reads = storage.reads, []
-    engine.cancel(gone, ClientDisconnected("gone"))
-    engine.step()
-    assert late and all(transfer.cancelled for transfer, *_ in late)
-    request = submit(engine, steps=1)
-    storage.deliver(2)
-    for transfer, _, into in late:
-        into.fill(-1)  # all bits set: NaN
-        transfer.finish(0.0, 0.0)
-    finish(engine, storage, request)
-
-
 # 2. How much of a step -------------------------------------------------------------------------
 
 def slow_prefill(engine, storage, ratio: float):
@@ -265,20 +249,16 @@ def test_leftover_takes_only_what_others_leave():
 
 def test_a_share_of_nothing_only_loads_unless_storage_is_late():
     engine, cache, storage = engine_for(share=0.0)
-    request = submit(engine)
-    for _ in range(3):
-        engine.step()
+    for late in False, True:
+        request = submit(engine, steps=3)
         assert request.computed == 0
-    storage.deliver(6)
-    finish(engine, storage, request)
-    assert request.found == {"storage": 384} and request.timeline.plan["rows"] == [["chunks", "LLLLLL"]]
-    evict(engine)
-    request = submit(engine, steps=1)
-    assert request.computed == 0
-    request.restoration.deadline = 0.0
-    engine.step()
-    assert request.computed > 0
-    finish(engine, storage, request)
+        request.restoration.deadline *= not late
+        storage.deliver(6 * (not late))
+        engine.step()
+        assert request.computed > 0
+        finish(engine, storage, request)
+        assert late or request.found == {"storage": 384} and request.timeline.plan["rows"] == [["chunks", "LLLLLL"]]
+        evict(engine)
 
 
 # 3. Saving -------------------------------------------------------------------------------------
@@ -321,9 +301,8 @@ def test_what_storage_lacks_in_front_is_computed_and_the_longest_run_is_loaded()
 def test_without_a_place_saving_waits_for_the_next_step_and_chunks_that_never_find_one_are_counted():
     engine, cache, storage = engine_for()
     places, other = cache.staging.allocate(cache.staging.available), draw(random.Random(5), 150)
-    request, before = submit(engine, other, 20), engine.counts["drops"]
-    for _ in range(4):
-        engine.step()
+    before = engine.counts["drops"]
+    request = submit(engine, other, 20, steps=4)
     assert found(engine, other, wait=False) == 0 and request.new
     cache.staging.release(places)
     finish(engine, storage, request)
@@ -376,8 +355,7 @@ def test_8_bit_chunks_are_smaller_close_to_what_was_computed_and_not_found_by_th
     storage = Storage()
     engine, cache, _ = engine_for(storage, bits=8, share=0.0)
     assert cache.chunk_bytes == BYTES // 4 * 18 // 16
-    request = submit(engine, PROMPT, 80)
-    engine.step()
+    request = submit(engine, PROMPT, 80, steps=1)
     storage.deliver(6)
     engines.until_over(engine, request)
     assert request.found == {"storage": 384} and found(engine, request.tokens) == 448

@@ -15,19 +15,11 @@ from common.store import Storage, StoredChunks
 from shell import cli
 from shell.backends import in_directories
 from tests.support import engines
-from tests.support.engines import (
-    ORACLE,
-    ask,
-    ask_and_evict,
-    check_pools,
-    draw,
-    evict,
-    hidden_states,
-    wait_until_idle,
-)
+from tests.support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, evict, wait_until_idle
 from tests.support.faults import faulty
 from tests.support.serving import eventually
 
+hidden_states = engines.hidden_states
 PROMPT = draw(random.Random(0), 150)  # nine blocks and 6 tokens
 
 
@@ -264,13 +256,6 @@ def test_a_block_that_was_begun_between_two_restorations_is_let_go(budget, compu
     assert ORACLE.judge(ask(engine, request.tokens, 8)) == "equal"
 
 
-def test_a_block_of_which_a_part_is_not_there_is_not_offered():
-    storage = saved()
-    path = min(folders(storage)[0].iterdir())
-    path.unlink()
-    assert found(restart(storage), PROMPT) in range(0, 144, 16)
-
-
 def test_nothing_is_written_behind_a_block_that_was_not(monkeypatch, tmp_path):
     """Here one block is not written because too many writes are pending."""
     storage, write, calls = engines.chunk_files(tmp_path), StoredChunks.write, iter(range(99))
@@ -321,8 +306,7 @@ def test_storage_that_hangs_costs_what_it_would_have_kept_and_no_more(monkeypatc
     time.sleep(0.02)
     monkeypatch.setattr("common.link.HANG_SECONDS", 0.01)
     for prompt in (PROMPT + [3], draw(random.Random(8), 200)):
-        request = ask(engine, prompt)
-        assert ORACLE.judge(request) == "equal"
+        assert ORACLE.judge(ask(engine, prompt)) == "equal"
     wait_until_idle(engine)  # no transfer of the engine is pending
     assert not inner.writer.jobs.qsize()
     release.set()

@@ -10,18 +10,9 @@ from common.link import Transfer
 from common.requests import Request
 from shell.frontend import check_fields
 from tests.support import engines
-from tests.support.engines import (
-    ORACLE,
-    ask,
-    ask_and_evict,
-    check_pools,
-    draw,
-    evict,
-    make,
-    offload,
-    wait_until_idle,
-)
+from tests.support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, evict, make, wait_until_idle
 
+offload = engines.offload
 BLOCK = 16 * engines.tiny_model().config.kv_numbers_per_token * 4  # bytes per block
 
 
@@ -106,8 +97,7 @@ def test_a_conversation_that_goes_on_lies_behind_its_beginning_on_the_host():
     engine, cache, save, load = engine_for()
     first, other = ask(engine, PROMPT), ask(engine, draw(random.Random(2), 60))
     wait_until_idle(engine)
-    for block_key in other.chain:  # its blocks were after those of `first`; evict them
-        cache.host.evict([cache.host.block_of[block_key]])
+    cache.host.evict(cache.host.find(other.chain))  # these blocks were after those of `first`
     turn = ask(engine, first.tokens + draw(random.Random(3), 60), 2)
     wait_until_idle(engine)
     blocks = cache.host.find(turn.chain)
@@ -173,8 +163,7 @@ def test_what_the_device_still_has_is_not_loaded():
     engine, _, _, load = engine_for()
     chain = ask(engine, PROMPT).chain
     wait_until_idle(engine)
-    for block_key in chain[4:6]:
-        engine.pool.evict([engine.pool.block_of[block_key]])
+    engine.pool.evict(engine.pool.find(chain)[4:6])
     request = ask(engine, PROMPT)
     assert request.found == {"gpu": 64, "cpu": 32} and request.outcome.source == "mixed"
     assert sum(transfer.bytes for transfer, _ in load.sent) == 2 * BLOCK and ORACLE.judge(request) == "equal"
@@ -270,7 +259,6 @@ def test_behind_what_was_not_copied_nothing_is(blocks):
     cache.save_link.measured.forget()
     engines.until_over(engine, request)
     assert kept(engine, request.tokens[:-1]) == len(cache.host.block_of) == (0 if blocks == 2 else 8)
-    engine.close()
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -314,4 +302,3 @@ def test_a_link_that_was_slow_while_the_processor_was_busy_is_tried_at_once():
     cache.save_link.measured.record(1.0, 1.0)
     ask(engine, PROMPT, 40)
     assert kept(engine, PROMPT) == 6
-    engine.close()
