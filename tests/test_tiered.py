@@ -611,11 +611,11 @@ def test_what_was_read_for_a_request_that_waits_does_not_leave_for_another_ones_
 
 
 def test_what_was_read_for_a_request_that_waits_does_not_leave_for_pages_that_another_one_saves():
-    with only_stored((100, 40), host=8) as (engine, _, prompts):
+    with only_stored((100, 40), host=8) as (engine, _, long, short):
         engine.max_running = 1
-        engine.submit(other := Request(prompts[1], 400))
+        engine.submit(other := Request(short, 400))
         assert steps(engine, lambda: other.new)
-        engine.submit(request := Request(prompts[0], 2))
+        engine.submit(request := Request(long, 2))
         assert steps(engine, lambda: request.memo and len(request.memo.pages_read) == 6)
         until_over(engine, other, request)
         assert request.found == {"storage": 96}

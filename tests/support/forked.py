@@ -5,6 +5,7 @@ This saves about five seconds each."""
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,8 +46,9 @@ def execute(words: list[str], outputs: list[Path], path: str, environment: dict)
     constants.HF_HUB_OFFLINE = True  # HF_HUB_OFFLINE=1 would come too late: it was read at the import
     os.environ.update(environment)
     os.chdir(ROOT)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes its children ignore it
     for stream, output in zip((sys.stdout, sys.stderr), outputs):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), stream.fileno())
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream.fileno())
         stream.reconfigure(encoding="utf-8", write_through=False, line_buffering=False)
     sys.path[:0] = [path]
     sys.argv, sys.orig_argv = words[words[0] == "-m" :], [sys.executable, *words]  # rank 0 starts other ranks with orig_argv
