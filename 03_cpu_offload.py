@@ -199,8 +199,9 @@ class HostCache(Cache):
         return fits
 
     def not_evicted_for(self, request) -> list:
-        """Return block keys that must stay in host memory while blocks of this request are copied to it: the
-        blocks of its own chain."""
+        """Return block keys that must stay in host memory while blocks of this request are copied to it.
+
+        These are the blocks of its own chain; or none, if the request has ended and there is a lower tier."""
         return request.chain if self.last_tier or request.table else []
 
     def copy_out(self, blocks: list[int], host_blocks: list[int]) -> links.Transfer:

@@ -327,7 +327,7 @@ class TieredCache(offload.HostCache):
             self.send_l3(wanted)
 
     def not_evicted_for(self, request) -> set:
-        """Also return pages that prefetches have read: the requests that wait for them use them soon."""
+        """Also return the pages that prefetches have read for queued requests, which will use them soon."""
         read = (one.memo.pages_read for one in self.engine.waiting if one.memo)
         return set(super().not_evicted_for(request)).union(*read)
 

@@ -20,7 +20,7 @@ from shell.frontend import number
 
 OWN_FILE = re.compile(r"[0-9a-f]{64}\.page(\.[0-9a-f]{32}\.tmp)?")
 PAUSE = 60.0  # seconds before a full file system is cleaned up again, if that did not help
-warn_once = cache(print)    # print the same line once
+warn_once = cache(print)    # prints a line only the first time
 
 
 class Directory:
@@ -154,8 +154,8 @@ class RedisBackend:
 
     def __init__(self, url: str, timeout: float = 1.0):
         import redis
-        # Without a retry, because a late answer is useless
-        self.client = redis.Redis.from_url(url, retry=None, socket_timeout=timeout)
+        retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)     # no retry: a late answer is useless
+        self.client = redis.Redis.from_url(url, retry=retry, socket_timeout=timeout)
 
     def exists(self, keys: list[str]) -> list[bool]:
         with self.client.pipeline(transaction=False) as pipeline:

@@ -132,7 +132,7 @@ def find_folder(name: str, files=("*.json", "*.jinja"), commit: str | None = Non
     if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
         raise ModelError(f"No model {name!r}: no such folder, and the hub's names are OWNER/NAME. {OFFLINE}")
     from huggingface_hub import snapshot_download
-    # Offline, it is found in the local cache
+    # Without a network, this finds the files in the local cache
     return Path(snapshot_download(repository, revision=commit, allow_patterns=files, ignore_patterns=["*/*"]))
 
 

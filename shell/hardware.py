@@ -50,16 +50,17 @@ class CheckedLink(Link):
     def copy(self, dst, src, label: str, pairs: BlockPairs | None = None) -> CudaTransfer:
         """Copy as `Link.copy` does. If this raises an exception, try again with the copy engine.
 
-        If that works, it was the kernel that failed. Otherwise the transfer has failed."""
+        If that works, the copy engine makes all later copies, too, unless only memory was short. If not, the
+        transfer has failed."""
         transfer, backend = super().copy(dst, src, label, pairs), self.backend
         if transfer.error is None or not pairs or backend == "direct":
             return transfer
         self.backend = "direct"
         again = super().copy(dst, src, label, pairs)
-        if again.error is None:
-            self.distrust(transfer.error)
-        else:
+        if again.error or isinstance(transfer.error, torch.OutOfMemoryError):
             self.backend = backend
+        else:
+            self.distrust(transfer.error)
         return again
 
     def check(self):
@@ -82,4 +83,4 @@ class CheckedLink(Link):
         warn_once(f"{words}: scattered blocks are copied one by one, and take longer.", file=sys.stderr)
 
 
-warn_once = cache(print)    # print the same line once
+warn_once = cache(print)    # prints a line only the first time

@@ -36,7 +36,7 @@ def parse(body, chat: bool, frontend) -> tuple[dict, bool, bool]:
     prompt = "messages" if chat else "prompt"
     given = check_fields(body, {prompt: PROMPT[prompt], **SAMPLING, **frontend.fields, **FIELDS})
     options = check_fields(given.get("stream_options", {}), OPTIONS)
-    # OpenAI's defaults; ours is greedy. A completion continues the text, without a chat template.
+    # OpenAI's defaults; /generate is greedy. A completion continues the text, without a chat template.
     asked = dict(temperature=1.0, max_tokens=math.inf if chat else 16, raw=not chat)
     asked |= {name: value for name, value in given.items() if name not in FIELDS}
     asked["max_tokens"] = given.get("max_completion_tokens", asked["max_tokens"])

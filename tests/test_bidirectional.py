@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.link import Transfer, TransferError
-from common.requests import Request
+from common.requests import ClientDisconnected, Request
 from common.store import StoredChunks
 from shell.modelled_link import LATENCY, PIECE, Bandwidth
 from tests.support import engines
@@ -162,6 +162,22 @@ def test_read_ahead_is_bounded_in_bytes():
         storage.deliver()
     finish(engine, storage, request)
     assert request.found == {"storage": 192}
+
+
+def test_what_a_late_read_writes_is_read_by_nobody():
+    storage = engine_for()[2]
+    engine, cache, _ = engine_for(storage, memory=2 * BYTES)
+    gone = submit(engine, steps=1)
+    late, storage.reads = storage.reads, []
+    engine.cancel(gone, ClientDisconnected("gone"))
+    engine.step()
+    assert late and all(transfer.cancelled for transfer, *_ in late)
+    request = submit(engine, steps=1)
+    storage.deliver(2)
+    for transfer, _, into in late:
+        into.fill(-1)  # all bits set: NaN
+        transfer.finish(0.0, 0.0)
+    finish(engine, storage, request)
 
 
 # 2. How much of a step -------------------------------------------------------------------------

@@ -198,11 +198,18 @@ def running(folder, *arguments, before: str = ""):
         process.join()
 
 
+def says(process, words: str):
+    """Wait until the output has these words, and fail if the process ends before."""
+    eventually(lambda: words in process.said() or process.exitcode is not None)
+    assert words in process.said(), process.said()
+
+
 def interrupted(process, number=signal.SIGINT, status: int = 130) -> str:
     """Send a signal (default: Ctrl-C; 0: none). The process must end by itself, with `status` and without a traceback.
 
     Returns: its output."""
-    os.kill(process.pid, number)
+    if number:
+        os.kill(process.pid, number)
     process.join(TIMEOUT)
     said = process.said()
     assert process.exitcode == status, said
@@ -212,13 +219,13 @@ def interrupted(process, number=signal.SIGINT, status: int = 130) -> str:
 
 def test_ctrl_c_ends_it_at_once(tmp_path):
     with running(tmp_path, "--prompt", "Hello", "--pause", "0.1", "--max-tokens", "400") as process:
-        eventually(lambda: "Hel" in process.said())
+        says(process, "Hel")
         assert "TTFT" not in interrupted(process)
 
 
 def ask_three(process) -> list:
     """Send three requests to a server and return the connections. One request runs, the others are queued."""
-    eventually(lambda: "(Ctrl-C ends it)\n" in process.said())
+    says(process, "(Ctrl-C ends it)\n")
     process.client = client = Client(int(process.said().split("127.0.0.1:")[1].split()[0]))
     connections = [client.send("/generate", dict(prompt="Hello", max_tokens=400)) for _ in range(3)]
     eventually(lambda: client.counters()["requests"] == 3)

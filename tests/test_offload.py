@@ -97,7 +97,7 @@ def test_a_conversation_that_goes_on_lies_behind_its_beginning_on_the_host():
     engine, cache, save, load = engine_for()
     first, other = ask(engine, PROMPT), ask(engine, draw(random.Random(2), 60))
     wait_until_idle(engine)
-    cache.host.evict(cache.host.find(other.chain))  # these blocks were after those of `first`
+    cache.host.evict([cache.host.block_of[block_key] for block_key in other.chain])  # these blocks were after those of `first`
     turn = ask(engine, first.tokens + draw(random.Random(3), 60), 2)
     wait_until_idle(engine)
     blocks = cache.host.find(turn.chain)
@@ -163,7 +163,7 @@ def test_what_the_device_still_has_is_not_loaded():
     engine, _, _, load = engine_for()
     chain = ask(engine, PROMPT).chain
     wait_until_idle(engine)
-    engine.pool.evict(engine.pool.find(chain)[4:6])
+    engine.pool.evict([engine.pool.block_of[block_key] for block_key in chain[4:6]])
     request = ask(engine, PROMPT)
     assert request.found == {"gpu": 64, "cpu": 32} and request.outcome.source == "mixed"
     assert sum(transfer.bytes for transfer, _ in load.sent) == 2 * BLOCK and ORACLE.judge(request) == "equal"

@@ -211,7 +211,7 @@ def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_
         for shown in [*memories.locator("canvas").all(), *lanes.all(), lines.last, page.locator("#ask")]:
             assert shown.bounding_box()["y"] + shown.bounding_box()["height"] <= LESSON["height"]
         playwright.expect(page.locator("#counters")).to_contain_text(re.compile(r"bytes in [\d.]+ MB"))
-        assert texts(page, ".node") == ["97 pages A\ndevice memory\nhost memory\nstorage"]
+        eventually(lambda: texts(page, ".node") == ["97 pages A\ndevice memory\nhost memory\nstorage"])
         playwright.expect(page.locator("[open] .overlap")).to_have_text(re.compile(r"overlap\d+%"))
         answer = dict(found={}, usage=dict(prompt_tokens=296), ttft_ms=578,
                       decisions=["288 tokens offered (cpu): loading 120.0 ms, computing 99.1 ms: computed"])

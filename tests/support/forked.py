@@ -46,7 +46,7 @@ def execute(words: list[str], outputs: list[Path], path: str, environment: dict)
     constants.HF_HUB_OFFLINE = True  # HF_HUB_OFFLINE=1 would come too late: it was read at the import
     os.environ.update(environment)
     os.chdir(ROOT)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes its children ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
     for stream, output in zip((sys.stdout, sys.stderr), outputs):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream.fileno())
         stream.reconfigure(encoding="utf-8", write_through=False, line_buffering=False)

@@ -57,7 +57,7 @@ def sentence(error: dict, kind: str = "invalid_request_error") -> str:
 
 
 class Client:
-    """A client of a server under test. `server`, `thread`: in this process, if the server is."""
+    """A client of a server under test. `server`, `thread`: the Server and its engine's thread, if in this process."""
 
     def __init__(self, port: int, server: Server | None = None, thread: threading.Thread | None = None):
         self.port, self.server, self.engine, self.thread = port, server, server and server.engine, thread
