@@ -1,9 +1,9 @@
 """Chapter 02: paged memory, prefix sharing, and continuous batching.
 
-The problem. Chapter 01 reserves one contiguous piece of memory per request, as long as the request may
-become, and answers one request at a time. Most of that memory is never written. Two requests with the same
-beginning hold it twice. And a decode step reads all weights to compute one token, although the same read
-could serve sixteen requests.
+The problem. Chapter 01 reserves one contiguous piece of memory per request, large enough for the longest
+answer, and answers one request at a time. Most of that memory is never written. If two requests have the same
+prefix, its K and V are stored twice. And a decode step reads all weights to compute one token, although the
+same read could serve sixteen requests.
 
 The mechanism. Device memory is cut into blocks of 16 tokens. A request has a block table: a list of block
 numbers. It gets another block when its last one is full:
@@ -100,11 +100,12 @@ class BlockPool:
     def allocate(self, count: int, after: int | None = None, room: int = 0) -> list[int]:
         """Reference `count` free blocks. Evict the least recently used cached blocks if too few are free.
 
-        The caller must check that `count` blocks are `available`. Adjacent blocks are read and copied in one
-        piece. Therefore, first try the blocks right after `after`. Otherwise take the first `count` blocks of
-        a free run of `room` blocks (what the request may need in total), so that its later blocks can be
-        adjacent. If there is no such run, try a run of `count` blocks, then take any free blocks. Returns:
-        the blocks' numbers."""
+        The caller must check that `count` blocks are `available`. `after`: the block that precedes the new
+        ones in the block table. `room`: how many more blocks the request may need, these included.
+
+        Adjacent blocks are read and copied in one piece. Therefore, first try the blocks that follow `after`
+        in memory. Then try a free run of `room` blocks, so that the request's later blocks can be adjacent;
+        then a free run of `count` blocks; then any free blocks. Returns: the blocks' numbers."""
         self.make_room(count)
         blocks = self.find_free(count, after, max(count, room))
         for block in blocks:
@@ -229,8 +230,8 @@ class Batch:
         self.reads = self.plan_reads(num_padded, tables, numbers[4:])
 
     def plan_reads(self, num_padded: int, tables: list[list[int]], uploaded: tuple[torch.Tensor, ...]):
-        """Say which slots each row reads: one read for the first `num_padded` requests, one for each other
-        request.
+        """Plan which slots each row reads. The first `num_padded` requests share one read, and each other
+        request has its own.
 
         `tables` and `uploaded`: the block tables on the host and on the device. Returns: a list of (rows,
         slots, mask). `slots` is a slice if the blocks are adjacent, else a tensor."""
@@ -240,7 +241,7 @@ class Batch:
         for (request, count), table, there in list(zip(self.work, tables, uploaded))[num_padded:]:
             first, end = table[0] * pool.block_size, request.next + count
             adjacent = table == list(range(table[0], table[0] + len(table)))
-            slots = slice(first, first + end) if adjacent else pool.slots(there)[:end]  # else [S]
+            slots = slice(first, first + end) if adjacent else pool.slots(there)[:end]  # a slice, or [S]
             mask = causal_mask(count, end, there.device, pool.memory.dtype)  # [T, S]
             reads.append((slice(row, row + count), slots, mask))
             row += count
@@ -320,7 +321,7 @@ class Runner:
 # 4. The lower tier -----------------------------------------------------------------------------
 
 class NoLowerTier:
-    """An empty tier below device memory, because this chapter has none. Chapter 03 replaces it by a Restorer.
+    """An empty tier below device memory: this chapter has no lower tier. Chapter 03 uses a Restorer instead.
     The engine calls these methods in the order of a step."""
 
     busy = False  # whether transfers are in flight, even if no request waits for them
@@ -437,7 +438,7 @@ class Engine(RequestQueue):
         room = pool.num_blocks(request.prompt_tokens + request.max_tokens) - len(hits)
         blocks = pool.allocate(empty, hits[-1] if hits else None, room)
         request.table, request.registered = hits + blocks, len(hits)
-        if not request.readmitted:  # after a preemption it finds blocks that it computed itself: no hits
+        if not request.readmitted:  # a readmitted request may find its own blocks: not a hit
             request.found = {"gpu": request.computed} if hits else {}
         for block_key in chain[len(hits) :]:
             self.filling.setdefault(block_key, request)
@@ -501,8 +502,8 @@ class Engine(RequestQueue):
     # Forward pass
 
     def compute(self):
-        """Run the forward pass of a step, and sample. If the pass raises, no request has changed, and the
-        step is run again."""
+        """Run the forward pass of a step, and sample. If the pass raises, its results are dropped, and the
+        step is run again; after ATTEMPTS failures in a row, its requests fail."""
         began = self.clock.mark()
         try:
             batch, logits = self.runner.forward(self.work, self.lower_tier.before_layer)

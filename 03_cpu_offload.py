@@ -4,9 +4,10 @@ The problem. Device memory holds the KV blocks of a few conversations. When the 
 evicts cached blocks. A conversation that comes back is computed again, although host memory is many times
 larger and idle.
 
-The mechanism. A second block pool in pinned host memory. Each device block is copied to it in the background
-as soon as it is full, so that a later eviction need not wait for a copy. When a request arrives whose prefix
-is no longer on the device, its blocks are copied back, layer by layer. Then a copy replaces a forward pass.
+The mechanism. This chapter adds a second block pool, in pinned host memory. Each device block is copied to it
+in the background as soon as it is full, so that a later eviction need not wait for a copy. When a request
+arrives whose prefix is no longer on the device, the blocks of the prefix are copied back layer by layer. The
+copy replaces the forward pass over the prefix.
 
 If other requests can compute while the blocks are copied, they do, and this request joins them when all of
 its layers have arrived. If none can, the forward pass of the new question starts at once, one layer
@@ -18,9 +19,9 @@ slower of copying and computing, plus one layer of the faster one. Without the o
     link: the bytes of the history / the bandwidth      compute: the forward pass of the question
 
 Loading pays if the link delivers a token's K and V faster than the processor computes them. Both speeds are
-measured. A prefix is loaded if that is estimated to take at most 0.8 of the time to compute it. There are two
-exceptions. With `--always-restore` every prefix is loaded. And after seven refusals in a row, the eighth
-prefix is loaded even if the estimate is against it, to measure the speed of loading again.
+measured. A prefix is loaded if loading is estimated to take at most 0.8 of the time to compute it. There are
+two exceptions. With `--always-restore` every prefix is loaded. And if the estimate is against loading eight
+times in a row, the eighth prefix is loaded as a trial, to measure the speed of loading again.
 
 `HostCache` is a Cache (common/cache.py): five required methods, `poll`, and their helpers. The shortest Cache
 is examples/my_cache.py. Two rules hold for every Cache. First, it must keep a reference to all blocks that a
@@ -220,6 +221,8 @@ class HostCache(Cache):
             del self.saving[block_key]
             if arrived:
                 self.host.register(host_block, block_key)
+        if not arrived:
+            self.looked_at.pop(request, None)  # the next `save` looks at all of its blocks again
         request.timeline.add("save", transfer.label, *transfer.span())
 
     def finished(self, request):

@@ -5,9 +5,10 @@ the processor idle.
 
 The mechanism. The input of a layer is called its hidden states. The layer norms them and projects them to K
 and V; RoPE then rotates each K by its token's position. With multi-head attention, a layer's input is half as
-large as its K and V together. (With grouped-query attention it is as large or larger, and chapter 03 is the
-better choice.) So this chapter saves the hidden states. To restore K and V, layer l is projected while layer
-l + 1 is copied. Projecting a layer takes fewer operations than computing it. For T tokens of D numbers each:
+large as its K and V together. (With grouped-query attention it is usually as large or larger. Then chapter
+03 is the better choice.) So this chapter saves the hidden states. To restore K and V, layer l is projected
+while layer l + 1 is copied. Projecting a layer takes fewer operations than computing it. For T tokens of D
+numbers each:
 
     projecting    4 T D^2
     computing     24 T D^2 + T^2 D,    which is 6 + T / (4 D) times as much
@@ -23,11 +24,11 @@ many tokens, but a decode step writes all layers of one token. If the buffer is 
 and no later rows of that request are saved.
 
 Departures from the paper:
-- The paper copies the states out layer by layer, during the step. Here they leave after it
+- The paper copies the states out layer by layer, during the step. Here they are copied after the step
   (benchmarks/variants.py measures both).
 - The paper's chunks have 64 tokens. Here a block has as many tokens as a block of the device (16; see
   `--block-size`), and the same key.
-- The paper projects a history in mini-batches (4.1.1), here in one product per layer.
+- The paper projects a history in mini-batches (4.1.1). This chapter projects it in one product per layer.
 - The paper restores the history, then computes the question (section 5). Here the question follows one layer
   behind the restoration.
 - The paper keeps the input of layer 0. Here it is not kept, since it is the embedding of the tokens.
@@ -103,7 +104,7 @@ class BlockStore:
     1,024. If there is `storage`, full blocks are also written to it, and read back."""
 
     def __init__(self, cache: "HiddenCache", name: str, blocks: int, rows: list[tuple[int, int]]):
-        """`name`: what the rows are, as part of the keys in shared storage. `blocks`: blocks of host memory.
+        """`name`: the kind of rows; it is a part of each key in storage. `blocks`: blocks of host memory.
         `rows`: (layer, numbers per row) of each part of a block."""
         model, size = cache.model, cache.pool.block_size
         self.cache, self.name, self.storage = cache, name, cache.storage
@@ -128,8 +129,8 @@ class BlockStore:
             location = self.pool.block_of.get(block_key)
             if location is None and self.storage:
                 location, stored = self.find_stored(block_key), True
-            # Each stored block is read into a free host block. Stop before that would evict a block that was
-            # found above
+            # Each stored block is read into a free host block. Stop before allocating that block would evict
+            # a block that was found above
             if location is None or stored and len(locations) >= self.pool.available:
                 break
             locations.append(location)
@@ -412,7 +413,7 @@ class HiddenCache(Cache):
             request, rows, label, *marks = self.spans.popleft()
             start, end = map(self.engine.clock.seconds, marks)
             request.timeline.add("compute", label, start, end)
-            if rows >= FULL_SPEED[self.model.device.type]:  # a projection of fewer rows takes as long
+            if rows >= FULL_SPEED[self.model.device.type]:  # smaller projections reach fewer rows per second
                 self.projecting.record(rows, end - start)
 
     # Saving

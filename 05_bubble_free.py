@@ -4,20 +4,20 @@ The problem. Chapter 04 restores every layer but the first from saved hidden sta
 slower of two lanes: the link, which copies, or the processor, which projects. The faster lane is idle for
 part of the time. The paper calls such an idle stretch a bubble.
 
-The mechanism. A layer's K and V can be restored in three ways. They load the two lanes differently:
+The mechanism. There are three ways to restore a layer's K and V. Each gives the two lanes different work:
 
                                        the processor       the link copies
     R   recompute from the tokens      computes much       nothing
     H   project from hidden states     computes little     the hidden states
     K   load as K and V                computes nothing    twice the bytes of H
 
-If query heads share KV heads (grouped-query attention), K has fewer bytes than that.
+With grouped-query attention (query heads share KV heads), K usually has fewer than twice the bytes of H.
 
 The engine measures what each way costs. The planner then computes the time of every plan that has first R
 layers, then H layers, then K layers, such as RRHHHHHHHHKK. The link copies all H layers, then all K layers.
 The processor first recomputes the R layers. It then goes through the layers in order: it projects an H layer
-when its states have arrived, and computes the question's rows once the layer's K and V are there. A plan's
-time ends when the question has passed the last layer.
+when its states have arrived, and computes the question's rows once the layer's K and V are restored. A plan's
+time is the time until the question's rows have passed the last layer.
 
 The same plan is used for every history length, and for any number of simultaneous requests. It is chosen as
 follows:
@@ -31,8 +31,8 @@ follows:
    restored at once, the busier lane is the bottleneck, and this work is what each request adds to it.
 
 On a very small model, such as the default one, computing the question takes about as long as restoring the
-history. Then the processor has no time to spare, and the plan may be K in all layers. A plan divides layers
-and not tokens, because half of a layer's tokens take more than half of the time of all of them.
+history. Then the processor has no time to spare, and the plan may be K in all layers. A plan restores all
+tokens of a layer in the same way, because half of the tokens take more than half of the time of all tokens.
 
 What a block contains depends on the plan, so a block that was written under one plan cannot be used under
 another. Therefore the plan is a part of each block's key in storage. The engine plans once, before the first
@@ -144,14 +144,12 @@ def best_plan(layers: int, costs: LayerCosts, shorter: LayerCosts | None = None)
     """Return the plan with the least `plan_seconds`. Among ties, it is the plan with the fewest K layers,
     then with the fewest H layers.
 
-    `shorter`: costs of a shorter history. If given, choose in three steps instead. First, keep K in all
-    layers, and the plans that are faster than it by at least MIX for the shorter history. Of these, keep the
-    plans that are nearly as fast as the best one (BETTER) and not slower than chapter 04, or only the best
-    one if it is slower than chapter 04. Return the one whose busier lane has the least work for the shorter
-    history.
+    `shorter`: costs of a shorter history. If given, choose by the three steps at the top of this file
+    instead. Steps 1 and 3 use `shorter`, and step 2 uses `costs`. MIX is the margin of step 1, and BETTER
+    that of step 2.
 
-    With grouped-query attention an H layer costs at least as much as a K layer on both lanes. Then an H layer
-    never makes a plan faster."""
+    If hidden states are at least as large as K and V (usual with grouped-query attention), an H layer costs
+    at least as much as a K layer on both lanes. Then an H layer never makes a plan faster."""
     plans, seconds = divisions(layers), partial(plan_seconds, costs=costs)
     order = lambda plan: (seconds(plan), plan.count("K"), plan.count("H"))  # noqa: E731
     if not shorter:
@@ -175,7 +173,7 @@ def closed_form(layers: int, costs: LayerCosts) -> str:
 
 
 def bound_seconds(layers: int, costs: LayerCosts) -> float:
-    """Return seconds that no plan can beat, even if it may restore parts of a layer in different ways.
+    """Return a lower bound of the seconds of every plan, even of plans that divide the tokens of a layer.
 
     Let a second of the processor cost `price` and a second of the link 1 - `price`. A restoration of t
     seconds uses each lane for at most t seconds, so it costs at most t. So t is at least the sum, over the
@@ -253,7 +251,7 @@ class PlannedCache(hidden_states.HiddenCache):
         return bool(self.storage and self.storage.find(self.plan_key(letters)))
 
     def plan_key(self, letters: str) -> bytes:
-        """Return the storage key of an empty value, which says that storage holds blocks of this plan."""
+        """Return the storage key of a plan's marker: an empty value that is stored along with its blocks."""
         name = f" {self.pool.block_size} {letters}"
         return hashlib.sha256(self.engine.block_keys.namespace + name.encode()).digest()
 

@@ -27,13 +27,14 @@ Tokens near the end of the history cost the most to compute, because each token 
 it. Therefore the last tokens are loaded, and the first ones are computed.
 
 A step should be neither too long nor too short. A long step computes tokens that storage could have brought
-in the same time; in a short step each token costs more. So a step computes the tokens that prefill is
-expected to compute before the pointers meet: of `left` remaining tokens, left * l / (l + c), with l and c for
-these tokens. (In the paper a step has its full token budget, and a chunk is as long as a step.)
+in the same time; in a short step each token costs more. So a step computes all tokens that prefill is
+expected to compute before the pointers meet. If `left` tokens remain, these are left * l / (l + c) tokens,
+where l and c are the seconds to load and to compute the remaining tokens. (In the paper a step has its full
+token budget, and a chunk is as long as a step.)
 
-While other requests run, `--share` limits the part of a step for the prefill of a request that is being
-restored. The estimate of the time to compute assumes the same limit. With `--compute leftover` this prefill
-takes the tokens of a step that other requests leave (section 6 of the paper).
+While other requests run, a request that is being restored computes at most the part `--share` of a step's
+token budget. The estimate of the time to compute assumes the same limit. With `--compute leftover`, it
+computes only the part of the budget that other requests leave (section 6 of the paper).
 
 With `--bits 8` K and V are stored in 8 bits. Then restored K and V are not exact, and neither are K and V
 that are computed after them. Therefore all chunks that are saved with `--bits 8` have other keys than exact
@@ -108,8 +109,8 @@ class BidirectionalCache(Cache):
     one chunk in transit."""
 
     def __init__(self, storage: StoredChunks, share=1.0, leftover=False, bits=None, memory=256e6):
-        """`share`: largest part of a step, from 0 to 1, that a restored request may compute beside other
-        requests; 0: only load. `leftover`: such a request takes the tokens that other requests leave instead.
+        """`share`: largest part of a step, from 0 to 1, that a request being restored may compute beside
+        others; 0: only load. `leftover`: ignore `share`; it may compute what other requests leave of a step.
         `bits`: 8, or None for the model's own dtype. `memory`: bytes of host memory for chunks in transit."""
         self.storage, self.bits, self.memory = storage, bits, memory
         self.share, self.leftover = share, leftover
@@ -178,8 +179,9 @@ class BidirectionalCache(Cache):
 
     def restore(self, request, restoration, match):
         """Load chunks from the back. Each chunk that arrives lowers `restoration.limit` to the chunk's first
-        token, or to the token that prefill has reached. The driver resumes this generator before each layer
-        of a step. At all times tokens [start, computed) are computed, and tokens [limit, end) are loaded."""
+        token, or to the token that prefill has reached. The driver resumes this generator between steps and
+        before each layer. At all times tokens [start, computed) are computed, and tokens [limit, end) are
+        loaded."""
         restoration.limit = restoration.end
         restoration.layers = len(self.model.layers)  # a loaded chunk has K and V of all layers
         slots = self.slots(request, 0, restoration.end)

@@ -18,14 +18,15 @@ request is admitted are loaded layer by layer (chapter 03).
 
 The prefetch policy says how long a request waits for storage.
 
-    best_effort      not at all: the request uses the pages that have arrived when it could be admitted
+    best_effort      not at all: once there is room for the request, it uses the pages that have arrived
     timeout          a fixed number of seconds, and more for each 1,024 missing tokens
     wait_complete    until all pages have arrived
     both_ends        until storage has answered which pages it holds; then the engine computes from the front
                      while pages arrive from the back (chapter 06; examples/both_ends.py)
 
-No request waits longer than computing its prompt would take. No request waits for a load that would take more
-than 0.8 of the time to compute the same tokens.
+No request waits for storage longer than computing its prompt would take (60 s with `--always-restore`). A
+request waits only if the load is estimated to take at most 0.8 of the time to compute the same tokens; the
+two exceptions of chapter 03 hold here as well.
 
 The write policy says when a page is copied to a lower tier.
 
@@ -67,7 +68,7 @@ READ = 64  # tokens per read or write of storage, which moves at least one page
 RETRY_SECONDS, RETRY_REQUESTS = 1.0, 4
 WRITE = "write_through", "write_through_selective", "write_back"
 TALKS = 6  # conversations in the demo
-# How host memory, and a page in storage, order the axes
+# The order of the axes in host memory and, apart from the page axis, in a stored page. The axes are
 # 0: layers, 1: pages, 2: K and V, 3: tokens of a page, 4: KV heads, 5: head size
 LAYOUTS = {
     # The device's order: for each layer, K of all pages, then V of all pages
@@ -92,7 +93,7 @@ class Node:
     host_blocks: list[int] = field(default_factory=list)  # one per page, or empty: not in host memory
     stored: bool = False
     wanted: bool = False  # the write policy wants it in the tiers below the device
-    # Id of the first request that had it on the device. 0: there was none yet, or `wanted` is True already
+    # Id of the first request that had the span on the device; 0 before that request, or if `wanted` is True
     first_request: int = 0
 
     @property
@@ -220,13 +221,13 @@ class Prefetch:
     request: Request
     chain: list  # BlockKeys of the request's full pages; after storage's answer, up to the last page to read
     until: float  # time.perf_counter() until which the policy waits
-    # Start no more reads. Either too few tokens are missing, too few pages are stored, all pages have
+    # True: no more reads are started. Too few tokens are missing, too few pages are stored, all pages have
     # arrived, host memory has no room, a read has failed, or the wait is over
     ended: bool
     pages_read: set  # BlockKeys of pages that have arrived from storage
     loaded: set  # BlockKeys of pages that were copied to the device before admission
-    # Pages may be copied on to the device. Either the engine has decided that loading pays, or the policy is
-    # best_effort, under which no request waits
+    # True: pages may be copied to the device before admission. The engine has decided that loading pays, or
+    # the policy is best_effort, under which no request waits for storage
     pays: bool
     asked_at: float = field(default_factory=time.perf_counter)
     answered: bool = False  # storage has answered which pages it holds
@@ -281,7 +282,7 @@ class TieredCache(offload.HostCache):
             # If the link's copy kernels have failed their test, it has set a backend already: keep that one
             link.backend = link.backend or self.io_backend
         self.tree, self.host.on_evict = HiRadixTree(), self.on_evict_l2
-        if self.layout == "page_first":  # its pages have other bytes, so they need other keys
+        if self.layout == "page_first":  # a page has its numbers in another order, so it needs another key
             namespace = f"{self.model.digest.hex()} {self.model.dtype} kv page_first"
             engine.block_keys = paged.BlockKeys(namespace, self.pool.block_size)
         self.pages_at_once = max(1, READ // self.pool.block_size)
@@ -341,8 +342,6 @@ class TieredCache(offload.HostCache):
         if arrived:
             self.add_to_l2(block_keys, host_blocks)
             self.send_l3(block_keys)
-        else:
-            self.looked_at.pop(request, None)  # the next `save` looks at all of its pages again
 
     def add_to_l2(self, block_keys, host_blocks: list[int]):
         """Register pages that have arrived in host memory. A page that was there already keeps its block."""
@@ -435,7 +434,7 @@ class TieredCache(offload.HostCache):
 
         leaving: (host block, page) pairs."""
         host_block_of = {page: host_block for host_block, page in leaving}
-        full = len(self.writing) > self.pool.size + self.host.size  # the copies' memory
+        full = len(self.writing) > self.pool.size + self.host.size  # limit the memory that copies take
         if self.storage and not (full or self.storage.writer.hangs):
             self.write_l3(host_block_of, leaving=True)
         for node in self.tree.change(host_block_of):
@@ -493,11 +492,11 @@ class TieredCache(offload.HostCache):
     def on_answer(self, prefetch: Prefetch, answer, arrived: bool):
         """Called when storage has answered which pages it holds: record them in the tree.
 
-        The prefetch's chain is cut after the last page to read; or after the pages that are in a pool, if
-        fewer than `threshold` tokens would be read.
+        Cut the prefetch's chain after the last page to read. If fewer than `threshold` tokens would be read,
+        cut it after its first pages that the device or host memory holds.
 
-        Some pages were believed to be stored, or were due to be. If the answer says that storage lacks them,
-        or if they lie after the first missing page, `doubt` them, and count those in neither pool as lost."""
+        `doubt` each page that the tree records as stored or wanted, if storage lacks it or if it follows the
+        first missing page. Count the doubted pages that neither pool holds as lost."""
         chain, local, has = prefetch.chain, self.num_local(prefetch.chain), answer.value if arrived else []
         count = len(list(takewhile(bool, has[local:])))  # pages to read, up to the first gap
         if arrived:
@@ -532,7 +531,7 @@ class TieredCache(offload.HostCache):
             self.reading.update(run)
             then = partial(self.on_read, prefetch, run, host_blocks, read)
             self.hold("read", [read], given=[(self.host, host_blocks)], then=then)
-        waits = len(to_read) > fits and self.reading  # until other reads complete and make room
+        waits = len(to_read) > fits and self.reading  # reads in flight will complete and make room
         prefetch.ended = self.reading.isdisjoint(prefetch.chain) and not waits
 
     def to_read(self, prefetch: Prefetch) -> list:
@@ -565,16 +564,19 @@ class TieredCache(offload.HostCache):
     def waits(self, request):
         """Return True to keep the request queued while its pages are prefetched.
 
-        It waits while storage may deliver missing pages and the policy's time is not over. Once storage has
-        answered, the engine must also decide that loading pays. Otherwise the prefetch ends, and the request
-        goes on with the pages that have arrived."""
+        The request waits while storage may deliver missing pages and the policy's time is not over. Once
+        storage has answered, it waits only if the engine decides that loading pays. When it no longer waits
+        for storage, the prefetch ends. A copy of `load_ahead` that is in flight must still complete before
+        the request is admitted with the pages that have arrived."""
         prefetch, silent = request.memo, self.storage and self.storage.silent
         if not prefetch:
             return False
         is_missing = request.computed < len(prefetch.chain) * self.pool.block_size
         waits = is_missing and not (prefetch.ended or silent) and time.perf_counter() < prefetch.until
         if waits and prefetch.answered and not prefetch.pays:
-            prefetch.pays = waits = self.engine.lower_tier.decide(request, self.offer(request)) > 0
+            most = self.engine.lower_tier.decide(request, self.offer(request))
+            prefetch.pays = waits = most > 0
+            prefetch.until = min(prefetch.until, time.perf_counter() + most)
         if not waits:
             self.end_prefetch(prefetch)
         return waits or prefetch.load is not None  # admit it after this copy
@@ -582,9 +584,9 @@ class TieredCache(offload.HostCache):
     def offer(self, request) -> Match:
         """Return a Match of all tokens from `request.computed` to the end of the prefetch's chain.
 
-        A part of their pages may be in host memory already; storage holds the others. Reading and loading
-        overlap: together they take the longer of the two, plus the other one's time for the pages of one
-        read."""
+        Some of their pages may be in host memory already; storage holds the others. Reading and loading
+        overlap. The estimate is the longer of the two times, plus the shorter time's share for the pages of
+        one read."""
         prefetch, block = request.memo, self.host.block_bytes
         tokens = len(prefetch.chain) * self.pool.block_size - request.computed
         pages = self.pool.num_blocks(tokens)
@@ -650,7 +652,7 @@ class TieredCache(offload.HostCache):
             tokens, read = self.tokens_in(request, host_blocks), prefetch.pages_read if prefetch else set()
             read = self.pool.block_size * len(read.intersection(missing[: len(host_blocks)]))
             found = dict(cpu=tokens - read, storage=min(tokens, read))
-            seconds = self.load_link.seconds(len(host_blocks) * self.host.block_bytes)
+            seconds = self.load_link.seconds(len(host_blocks) * self.host.block_bytes, len(self.model.layers))
             return Match(tokens, seconds, host_blocks, {tier: n for tier, n in found.items() if n > 0})
 
     # In every step, and at the end
@@ -662,7 +664,8 @@ class TieredCache(offload.HostCache):
         self.step_began, now = next(self.engine.block_keys.uses), time.perf_counter()
         for request in islice(self.engine.waiting, RETRY_REQUESTS):  # another engine may have stored pages
             asked = request.memo
-            late = not asked or asked.ended and asked.answered and now > asked.asked_at + RETRY_SECONDS
+            over = asked and asked.ended and asked.answered and not asked.load
+            late = not asked or over and now > asked.asked_at + RETRY_SECONDS
             if late and not request.must_compute:
                 self.submitted(request)
         for prefetch in [request.memo for request in self.engine.waiting if request.memo]:
@@ -756,8 +759,7 @@ def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]
     rng, talks, asked = random.Random(1), [list(talk) for talk in talks], []
     for question in None, lesson.TURNS[2]:
         for talk in rng.sample(talks, len(talks)):
-            text = question or talk.pop()["content"]
-            asked.append(lesson.say(engine, frontend, talk, text, new))
+            asked.append(lesson.say(engine, frontend, talk, question or talk.pop()["content"], new))
     return asked
 
 

@@ -2,8 +2,8 @@
 
 A Cache says which tokens it can restore (`match`), restores them (`restore`, a generator that yields each
 copy it waits for), and keeps what a step has computed (`save`). The driver in restoring.py does the rest: it
-decides whether restoring pays, resumes the generator, schedules other requests between its copies, and
-recomputes the tokens if a copy fails."""
+decides whether restoring pays, resumes the generator, tells the engine which requests can compute now,
+and requeues the request if a copy fails, so that the engine recomputes its tokens."""
 
 import logging
 import time
@@ -36,8 +36,8 @@ class Match:
 
 
 class Cache:
-    """What a chapter keeps outside the device, and how it gets it back onto the device. This class itself
-    keeps nothing.
+    """A store of KV cache outside device memory, and the way to restore it to the device. This base class
+    stores nothing.
 
     A chapter implements five methods: `attach`, `match`, `restore`, `save` and `close`. The driver calls
     `poll` in every step; a chapter may extend it. All other methods are helpers for these, or optional. The
@@ -55,8 +55,8 @@ class Cache:
         self.estimates = engine.lower_tier.estimates  # speeds of this machine
 
     def match(self, request: Request):
-        """Say what can be restored. Called at admission, and again after each complete restoration of the
-        request.
+        """Find the tokens that can be restored. Called after admission, and again after each complete
+        restoration of the request.
 
         Returns: a Match of tokens that follow `request.computed` (which may lie inside a block), or None. All
         tokens that `restore` would load must be available now: their copies or writes into this tier must
@@ -72,10 +72,10 @@ class Cache:
         when tokens are restored. It returns when all layers are restored. In 06 it returns when no chunk is
         left to load, or when loading has reached the computed tokens.
 
-        The driver resumes it, and may close it at any yield. Therefore the blocks of a copy must stay
-        referenced even if the generator is closed while the copy is in flight. Either call `hold` before the
-        next yield; or, if the generator has a reference of its own, pass it to `hold` in a `finally` clause
-        (06)."""
+        The driver resumes the generator, and may close it at any yield. The blocks of a copy must stay
+        referenced until the copy completes, even if the generator is closed first. Either call `hold` before
+        the next yield; or keep a reference in the generator, and in a `finally` clause hand it over to `hold`
+        with `given` (04, 06)."""
         yield from ()
 
     def save(self, batch: "Batch"):  # noqa: F821
@@ -107,7 +107,7 @@ class Cache:
         return request.table[start // self.pool.block_size :][:count]
 
     def hold(self, lane: str, transfers: list, *held, given: tuple = (), then: object = lambda arrived: None):
-        """Keep blocks referenced until all `transfers` are complete, even if the request ends before.
+        """Keep blocks referenced until all `transfers` are complete, even if the request ends first.
 
         `lane`: the queue to put them in; a queue is released in order. `held`: (pool, blocks) pairs that get
         one more reference. `given`: pairs whose reference the caller hands over. `then(arrived)`: called by
@@ -163,9 +163,9 @@ class Cache:
         return False
 
     def save_layer(self, layer: int, hidden: torch.Tensor, batch: "Batch"):  # noqa: F821
-        """See a layer's input `hidden` [T, D] (04). Called in the forward pass, before the layer runs.
+        """Keep a layer's input `hidden` [T, D] (04). Called in the forward pass, before the layer runs.
 
-        Copy what you keep: on a GPU the next pass overwrites `hidden`."""
+        On a GPU the next pass overwrites `hidden`, so keep a copy."""
 
     def on_evict(self, lost: list):
         """Read device blocks before they lose their contents (07). `lost`: (block, block key) pairs.

@@ -1,15 +1,15 @@
-"""Copies between device memory and host memory that run beside the computation, and worker threads.
+"""Copies between device memory and host memory, which overlap with computation; and worker threads.
 
     link = Link("load", clock)                         # in cuda_link.py; one per direction; copies in order
     transfer = link.copy(dst, src, "layer 0")          # returns at once, and never raises
     link.copy(dst, src, "layer 1", BlockPairs(to, at)) # copy blocks: dst[to] = src[at]
 
-A copy starts only after all work that was already queued on the device when the copy was issued. Therefore a
-load cannot overwrite blocks that queued work still reads, and a save sees the values that queued work still
-writes. With `BlockPairs(apart=True)`, only the first of several copies of the same pairs waits for this work.
+A copy starts only after the device has completed all work that was queued before the copy. Therefore a load
+cannot overwrite blocks that earlier work still reads, and a save copies the values that earlier work writes.
+If several copies use one `BlockPairs` object with `apart=True`, only the first of them waits for this work.
 
-The caller must keep the other half of the contract: the memory that a transfer reads or writes must not be
-reused before the transfer is `ready`. `Cache.hold` does this.
+The caller must not reuse the memory that a transfer reads or writes before the transfer is `ready`.
+`Cache.hold` keeps the blocks referenced until then.
 
 `Link`, in cuda_link.py, is for a GPU. Without a GPU, use `ModelledLink` in shell/modelled_link.py. It has the
 same methods and the same contract."""
@@ -38,7 +38,8 @@ class TransferError(Exception):
 
 
 class Transfer:
-    """A copy over a link, or a job of a worker thread, that completes later. Its thread calls `finish`."""
+    """A copy over a link, or a job of a worker thread, that completes later. The worker thread calls
+    `finish`; a CudaTransfer has CUDA events instead."""
 
     def __init__(self, lane: str, label: str, size: int = 0):
         """`lane`: name of its link or worker. `label`: for the timeline and messages. `size`: bytes."""
@@ -210,7 +211,7 @@ def run_jobs(jobs: queue.SimpleQueue, closed: threading.Event, began: list, wake
 
 
 def stop_worker(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread):
-    """End the worker's thread, and wait for its end for at most HANG_SECONDS: the thread must not be inside
+    """Stop the worker's thread, and join it for at most HANG_SECONDS, because the thread must not be inside
     PyTorch when the interpreter exits."""
     closed.set()
     jobs.put(None)
@@ -224,9 +225,9 @@ class BlockPairs:
     """Which blocks to copy: block at[i] of the source goes to block to[i] of the destination."""
 
     def __init__(self, to, at, apart=False):
-        """`to`, `at`: block numbers. `apart`: for one copy per layer with the same pairs. True if later work
-        uses a layer's blocks only after that layer's copy has completed. Then only the first copy waits for
-        work that is already queued."""
+        """`to`, `at`: block numbers. `apart`: True if this object is used for one copy per layer, and if
+        later work uses a layer's blocks only after that layer's copy has completed. Then only the first copy
+        waits for work that is already queued."""
         self.to, self.at, self.apart, self.ordered = to, at, apart, False
         self.runs, self.sides = runs(to, at), None  # `sides`: set by cuda_link.py
 
@@ -271,9 +272,10 @@ def as_lists(*sides) -> list[list[torch.Tensor]]:
 
 
 def written_part(dst: list[torch.Tensor], pairs: BlockPairs | None) -> list[torch.Tensor]:
-    """Return a part of each destination that has as many bytes as a copy writes to it.
+    """Return a view of each destination that has the shape and strides of the part that a copy writes.
 
-    With `pairs`, these are the first len(pairs.to) blocks, wherever the copy writes. Use only their size."""
+    With `pairs`, it is the first len(pairs.to) blocks, although the copy may write to other blocks. Use only
+    its shape, strides and size."""
     return [to[: len(pairs.to)] for to in dst] if pairs else dst
 
 

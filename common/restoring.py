@@ -54,7 +54,7 @@ class Restoration:
 
     @property
     def computes(self) -> bool:
-        """Whether the request computes some of these tokens itself. Then no step waits for its copies."""
+        """Whether the next step may compute tokens before `limit`. Then no step waits for the copies."""
         return not self.ends_met and self.portion > 0
 
     @property
@@ -68,8 +68,8 @@ class Restoration:
         return len(self.request.tokens) if self.ends_met else min(self.limit, self.next + self.portion)
 
     def has_layers(self, layers: int) -> bool:
-        """Whether the first `layers` layers can be computed for the next tokens: the K and V that these
-        attend to are restored there."""
+        """Whether the next tokens can pass the first `layers` layers. They can if the K and V of all tokens
+        before them are in the request's blocks in these layers."""
         return self.ends_met and self.layers >= layers
 
     @property
@@ -144,8 +144,8 @@ class Restorer:
         Restorations that project or compute (04, 05) may together use as much work as one step's token
         budget.
 
-        Returns: the requests that the next step may compute: all that need not wait. If every request must
-        wait, the oldest one alone: its forward pass then waits layer by layer."""
+        Returns: the requests that can compute in the next step without waiting for a copy. If there is none,
+        return the oldest request; its forward pass then waits before each layer."""
         left = self.engine.token_budget * self.depth  # layer rows: one token in one layer each
         for request in list(running):
             with self.engine.contain(request):
@@ -179,12 +179,12 @@ class Restorer:
         return (restoration.layers - before) * rows
 
     def before_layer(self, index: int, hidden: torch.Tensor, batch: "Batch"):  # noqa: F821
-        """Wait until the K and V that layer `index` reads are restored, then show its input `hidden` [T, D]
-        to the Cache. Called in the forward pass, before each layer.
+        """Wait until the K and V that layer `index` reads are restored, then pass the layer's input `hidden`
+        [T, D] to the Cache. Called in the forward pass, before each layer.
 
-        Raises Interrupted if the step's work is out of date: a request's next token is now another one, the
-        request is no longer running, or another request has arrived or was cancelled. The engine then runs
-        the step again."""
+        Raises Interrupted if the step is out of date: `next` of one of its requests has changed, one of them
+        no longer runs, or, during a wait, a request has arrived or was cancelled. The engine then runs the
+        step again."""
         if index == 0:
             self.waited = []
             torch.set_num_threads(max(1, self.threads - self.leaves_a_core(batch)))
@@ -206,8 +206,9 @@ class Restorer:
         True if one of the restorations only copies, and restores at least 8 times as many tokens as the pass
         computes.
 
-        After each matrix product, PyTorch's threads keep their cores busy for a while. If they had all cores,
-        one of them would share a core with the copying thread, and every product would wait for that one."""
+        After each matrix product, PyTorch's threads spin for a while. If there were one for each core, one of
+        them would share its core with the copying thread, and every product would wait for this slow
+        thread."""
         matches = [request.restoration.match for request, _ in batch.work if request.restoration]
         rows = sum(count for _, count in batch.work)
         return any(not match.rows and 8 * rows <= match.tokens for match in matches)
@@ -278,8 +279,8 @@ class Restorer:
                 request.computed = restoration.next
 
     def arrived(self, restoration: Restoration, wait: bool) -> bool:
-        """Return whether the generator can continue. It can if the awaited copy is complete; or, on a GPU, if
-        the compute stream has been told to wait for the copy, so that later work cannot overtake it.
+        """Return whether the generator can continue. It can if the awaited copy is complete. On a GPU it also
+        can if the compute stream waits for the copy, because work that is queued later runs after the copy.
 
         `wait`: True in a forward pass. Then the GPU's compute stream waits for the copy; without a GPU, the
         host waits. Raises TransferError if the copy has failed or is late."""
@@ -301,11 +302,11 @@ class Restorer:
         return True
 
     def give_up(self, restoration: Restoration, error: Exception):
-        """End a restoration that failed, and have its missing tokens recomputed.
+        """End a restoration that failed. The engine recomputes its missing tokens.
 
         The request returns to the queue and gets other blocks, because a late copy may still write to its old
-        ones. The old blocks become free when their copies complete. If the tokens that have arrived are
-        restored in all layers (06), the request keeps its blocks and continues."""
+        ones. The old blocks become free when their copies complete. In 06, each loaded token has its K and V
+        in all layers; there the request keeps its blocks, and prefill computes the tokens before `limit`."""
         request = restoration.request
         self.stop(restoration)
         request.decisions.append(f"{error}: computed")
@@ -322,7 +323,7 @@ class Restorer:
         restored = restoration.end - restoration.limit  # those before `limit` were computed
         if restoration.is_complete and restored:
             self.engine.counts["restored_tokens"] += restored
-            if not request.readmitted:  # else it may find blocks that it computed itself; no hits
+            if not request.readmitted:  # a readmitted request may restore its own tokens: not a hit
                 for source, tokens in restoration.match.found.items():
                     request.found[source] = request.found.get(source, 0) + min(tokens, restored)
         for transfer in restoration.completed:

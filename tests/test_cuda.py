@@ -323,8 +323,8 @@ def test_a_link_whose_kernels_copy_wrongly_leaves_blocks_to_the_copy_engine(gpu,
     assert line.startswith("The kernel cannot copy between host memory and the GPU (") and "one by one" in line
     links = engine.runner if cache == "hybrid" else engine.lower_tier.cache
     assert links.load_link.backend == "direct"
-    unused = cache == "hidden" and "later" in view  # chapter 04 saves contiguous blocks, so no kernel copies them
-    assert links.save_link.backend == (None if unused else "direct")
+    # Chapter 04 saves contiguous blocks, so no kernel copies them
+    assert links.save_link.backend == (None if cache == "hidden" and "later" in view else "direct")
 
 
 @pytest.mark.parametrize("gpu", ["real" if REAL else "late"], indirect=True)

@@ -275,20 +275,16 @@ def test_a_page_that_storage_has_is_not_dirty_when_it_was_computed_again(write):
         assert not engine.counts["dirty_evicted"] + engine.counts["storage_pages_written"]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_copy_out_that_failed_or_was_not_begun_is_begun_later_and_leaves_no_gap(fails):
-    shelf, rng = Shelf(), random.Random(0)
-    with engine_on(shelf) as engine:
-        engine.submit(request := Request(draw(rng, 100), 40))
-        if not fails:
-            engines.believe_slow(engine.lower_tier.cache.save_link)
-        with faulty(rng, failing=float(fails), lanes=["save"]) as faults:
+@pytest.mark.parametrize("cache", ["host", "tiered"])
+def test_a_copy_out_that_failed_is_begun_later_and_leaves_no_gap(cache):
+    with engine_with(engines.CACHES[cache](40), 40) as engine:
+        engine.submit(request := Request(draw(random.Random(0), 100), 40))
+        with faulty(random.Random(0), failing=1.0, lanes=["save"]) as faults:
             assert steps(engine, lambda: len(request.new) == 2)
-        assert bool(faults.failed) == fails and not engine.lower_tier.cache.host.block_of
-        engine.lower_tier.cache.save_link.measured.forget()
+        assert faults.failed and not engine.lower_tier.cache.host.block_of
         until_over(engine, request)
         wait_until_idle(engine)
-        assert len(engine.lower_tier.cache.host.find(request.chain)) == len(shelf) == 8
+        assert len(engine.lower_tier.cache.host.find(request.chain)) == 8
 
 
 @pytest.mark.parametrize("device, host, pages, held", [(54, 34, 20, 0), (54, 6, 6, 6), (54, 6, 20, 0)])
@@ -417,13 +413,16 @@ def test_pages_go_on_to_the_device_while_storage_reads_later_ones(policy, then):
         assert request.found.keys() == {"storage"} and ORACLE.judge(request) != "wrong"
 
 
-def test_the_guard_does_not_wait_for_storage_that_is_slower_than_computing():
+@pytest.mark.parametrize("refusals, then, seconds", [(0, "computed", 0.0), (7, "tried", 0.1)])
+def test_the_guard_waits_for_storage_slower_than_computing_only_for_a_trial(refusals, then, seconds):
     with only_stored() as (engine, shelf, prompt):
         slow_storage(engine, 200)
+        engine.lower_tier.estimates.refusals["storage"] = refusals
         shelf.open.clear()  # no read ends before the decision, and tells another speed
-        request = right(engine, prompt)
-        (words,) = request.decisions
-        assert request.found == {} and "storage" in words and "computed" in words
+        engine.submit(request := Request(prompt, 4))
+        assert steps(engine, lambda: request.decisions) and request.memo.until <= time.perf_counter() + seconds
+        until_over(engine, request)
+        assert request.found == {} and [("storage" in words, then in words) for words in request.decisions] == [(True, True)]
 
 
 @contextmanager
