@@ -27,7 +27,7 @@ engine runs the step again.
 
 The engine of chapter 02 does not know about kinds of blocks, because its pool only hands out block numbers.
 `KindMap` assigns a kind to each number, spread evenly, so that any run of numbers has about the plan's ratio
-of kinds. The plan (section 1) uses device memory for whole layers of weights, or for blocks of one kind.
+of kinds. The plan (section 1) uses device memory for whole layers of weights, then for blocks of one kind.
 
 Source: CAPTURE ("Throughput-Oriented LLM Inference via KV-Activation Hybrid Caching with a Single GPU", Lee
 et al.), sections III-C and IV. The zig-zag order is FlexGen's (Sheng et al., ICML '23).
@@ -145,8 +145,8 @@ class Planner(NamedTuple):
     def seconds(self, plan: Plan) -> float:
         """Estimate the seconds of a decode step, layer by layer, with the waits of the lanes for each other.
 
-        While a layer is computed, the link copies a share of some layer's weights (`stream`) and then the
-        next layer's context, ACT blocks first. Uneven shares make a lane wait."""
+        While a layer is computed, the link copies a share of the next streamed layer's weights (`stream`) and
+        then the next layer's context, ACT blocks first. Uneven shares make a lane wait."""
         load, compute = (lane / self.layers for lane in self.lane_seconds(plan))
         weights = self.sizes.weights / self.costs.speed
         context = link = load - weights * (1 - plan.resident / self.layers)  # link: the time when it is free
@@ -166,7 +166,7 @@ class Planner(NamedTuple):
 
     def paper_plan(self) -> Plan:
         """Plan as the paper does. Fill the device with ACT blocks, which are rebuilt while weights are
-        copied. Divide the other blocks by the ratio of Algorithm 1 (equation 5), run for a host memory that
+        copied. Divide the other blocks by the ratio (equation 5) that Algorithm 1 finds for host memory that
         just holds the weights and these blocks as KV blocks."""
         costs, sizes = self.costs, self.sizes
         act_device = min(self.blocks, max(0, self.device - 2 * sizes.weights) // sizes.act)
@@ -191,8 +191,8 @@ class Planner(NamedTuple):
           compares only the sums of their work.
         - The number of blocks is given. Algorithm 1 fills all of the host's memory with blocks.
 
-        With grouped-query attention `hybrid` finds the same plan as `kv-only`, since ACT blocks are then no
-        smaller than KV blocks."""
+        If ACT blocks are no smaller than KV blocks, as usual with grouped-query attention, `hybrid` finds the
+        same plan as `kv-only`."""
         least = min(2, self.layers) * self.sizes.weights
         if self.device < least:
             raise checkpoint.ModelError(f"Two layers take {least / 1e6:.1f} MB; enlarge --device-memory.")
@@ -235,8 +235,8 @@ class Planner(NamedTuple):
 def stream(layers: int, resident: int) -> tuple[list[int], list[float]]:
     """Spread the `resident` layers evenly over all `layers`.
 
-    Returns: the streamed layers, whose weights are copied over the link in each step; and for each of all
-    layers the share of a streamed layer's weights that is copied while this layer is computed."""
+    Returns: the streamed layers, whose weights are copied over the link in each step; and for each layer the
+    share of the next streamed layer's weights that is copied while this layer is computed."""
     kept, shares = {number * layers // resident for number in range(resident)}, layers * [0.0]
     streamed = sorted({*range(layers)} - kept)
     for previous, index in zip([at - layers for at in streamed[-1:]] + streamed, streamed):
@@ -290,8 +290,8 @@ class Weights:
             self.issued.append(self.transfers[-1])
 
     def layer(self, index: int) -> Layer:
-        """Wait for the copy of layer `index`, if it is streamed, and return the layer. The buffer of the
-        streamed layer before it is filled next."""
+        """Wait for the copy of layer `index`, if it is streamed, and return the layer. The next copy
+        goes to the buffer of the streamed layer before this one."""
         if index in self.resident:
             return self.resident[index]
         self.fetch(1.0)
@@ -362,7 +362,7 @@ def form_paper_batches(planner: Planner, kind_map: KindMap, items: list[Item], r
     begins the next mini-batch, whether it fits or not.
 
     The paper limits the numbers of ACT blocks and of KV blocks separately. Here their sum is limited, because
-    one attention buffer holds both kinds, and it has only as many rows as either limit."""
+    both kinds share the rows of one attention buffer."""
     costs, most = planner.costs, rows // kind_map.block_size
     kv_per_act = costs.rebuild / (planner.sizes.kv / planner.layers / costs.speed)
 
@@ -449,8 +449,8 @@ class HybridRunner:
     pieces = None  # no CUDA graphs, because streamed weights change their device address
 
     def __init__(self, model: Llama, plan: Plan, bandwidth, block_size=16, rows=8192):
-        """`bandwidth`: of a modelled link, in bytes per second; None on a GPU. `rows`: how many tokens of
-        context the attention buffer holds."""
+        """`bandwidth`: of a modelled link, in bytes per second; None on a GPU. `rows`: how many tokens
+        the attention buffer holds, new ones included (at least the model's context)."""
         self.model, self.plan, self.form_batches = model, plan, form_batches
         self.kind_map = KindMap(plan, block_size)
         self.rows = max(rows, model.config.max_position_embeddings)
@@ -724,7 +724,7 @@ def demo(model: Llama, frontend: Frontend, arguments):
     rng, new, asked = random.Random(0), max(4, min(arguments.max_tokens, 8)), []
     talks = [lesson.conversation(frontend, rng, min(128, frontend.context // 16)) for _ in range(6)]
     options = vars(arguments) | dict(policy="hybrid", max_running=6, blocks=6 * 32, mini_batch=1024)
-    # On a GPU, limit device memory, because everything would fit there. The byte more is against rounding
+    # On a GPU, limit device memory, because everything would fit there. One more byte allows for rounding
     if (real := model.device.type == "cuda"):
         options["device_memory"] = ((2 + len(model.layers) // 2) * sizes_of(model, 16).weights + 1) / 1e9
     planner, bandwidth = make_planner(model, argparse.Namespace(**options))
@@ -800,7 +800,7 @@ def add_arguments(parser):
     words = "device memory for weights and blocks (a GPU's free memory; without a GPU half of the layers)"
     add("--device-memory", type=gigabytes, metavar="GB", help=words)
     add("--blocks", type=number(1 << 24), metavar="N", help="blocks of all kinds (as many as are useful)")
-    words = "tokens of context that are on the device at the same time (8192)"
+    words = "tokens of a mini-batch, context included (8192)"
     add("--mini-batch", type=number(1 << 20), metavar="TOKENS", default=8192, help=words)
     add("--block-size", type=number(1 << 16), metavar="N", default=16, help="tokens per block (16)")
     add("--token-budget", type=number(1 << 20), metavar="N", default=8192, help="tokens per step (8192)")

@@ -15,8 +15,8 @@ blocks of the rank's own KV heads.
 
 Hidden states are the same on all ranks. So each rank keeps 1/n of their columns. To restore a layer, an
 all-gather joins the columns to whole rows while the next layer is copied; then each rank projects them to K
-and V of its own heads. A projection on whole rows adds in the same order as on one rank, so its result has
-the same bits. (In HCache the ranks divide rows. The lesson explains why columns are divided here, and what
+and V of its own heads. A projection of whole rows adds in the same order as the forward pass, so its result
+has the same bits. (In HCache the ranks divide rows. The lesson explains why columns are divided here and what
 the ranks would have to agree on in chapters 05 and 06.)
 
 Agreement. Every rank runs the same engine on the same requests. No rank sends its decisions, because engines
@@ -27,7 +27,7 @@ use the minimum over ranks:
     a transfer                0 under way    1 failed    2 arrived                        each step
     an answer of storage      0 under way    1 failed    2 + pages before the first gap   each step
     a deadline                0 passed    1 not passed                                    each step
-    a match                   0 compute    1 load                                         each admission
+    a match                   0 compute    1 load                                         each match
     the last layer's copy     0 some layer is missing    1 all layers are there           each restoration
 
 A restoration has a deadline, and so has a queued request that waits for storage. Once the ranks have agreed
@@ -113,7 +113,7 @@ class Sharding:
 
     def divide(self, model):
         """Add collectives to this rank's part of the model: a sum over ranks after each attention and each
-        MLP, and an all-gather of the logits. Afterwards every rank has the same bits."""
+        MLP, and an all-gather of the logits. After each of them every rank has the same bits."""
         config, where = model.config, dict(dtype=model.dtype, device=model.embedding.device)
         model.sharding = self
         model.head = Linear(config.hidden_size, config.vocab_size // self.ranks.count, False, **where)
@@ -321,6 +321,7 @@ class PageHeadCache(KVCache):
     def submitted(self, request):
         """Called when a request is queued: ask storage which of the missing pages it has. While storage is
         late, ask for one request at a time."""
+        super().submitted(request)
         pages = list(dropwhile(self.is_local, self.missing(request)))
         if len(pages) * self.pool.block_size >= self.threshold and not (self.late and self.in_flight["ask"]):
             count = lambda there: len(list(takewhile(bool, there))) // len(self.heads)  # noqa: E731
@@ -330,7 +331,7 @@ class PageHeadCache(KVCache):
 
     def on_answer(self, request, pages: list, answer: AgreedTransfer, arrived: bool):
         """Called when all ranks have storage's answer: start reading the pages that every rank has found, if
-        they are not local and if host blocks are free."""
+        they are not local and if host memory has room."""
         pages, count = pages[: max(0, answer.state - ARRIVED)], max(1, self.run // self.pool.block_size)
         if len(pages) * self.pool.block_size < self.threshold:
             return

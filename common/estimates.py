@@ -62,7 +62,7 @@ class Estimates:
         """Learn the prefill speed from a step that took `seconds`, waits excluded.
 
         `work`: the step's (request, tokens) pairs; each request's `computed` includes these tokens already.
-        A step with few rows, or one of a request that is being restored, runs slower than ordinary prefill.
+        A step with few rows, or with a request that is being restored, runs slower than ordinary prefill.
         Such a step counts only if it was faster than the speed known so far."""
         spans = [(request.computed - count, request.computed) for request, count in work]
         speed = sum(flops(self.engine.model.config, *span) for span in spans) / max(seconds, 1e-9)

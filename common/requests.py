@@ -198,7 +198,7 @@ class RequestQueue:
     def __init__(self, capacity: int | None = None):
         """`capacity`: the most tokens that one request may take, answer included; None: no limit."""
         self.capacity = capacity   # tokens
-        self.arrivals: deque[tuple[Request, Exception | None]] = deque()    # error or None: cancel or add
+        self.arrivals: deque[tuple[Request, Exception | None]] = deque()    # an error: cancel; None: add
         self.wake = threading.Event()                           # set by an arrival or a completed transfer
         self.waiting: deque[Request] = deque()                  # first come, first served
         self.running: list[Request] = []                        # oldest first

@@ -72,7 +72,7 @@ def draw(shares, u, *_):
 def draw_among_likeliest(shares, u, top_k, top_p):
     """Draw from the tokens that top_k [B, 1] and top_p [B, 1] keep -> [B].
 
-    The tokens that most rows keep are all among the WINDOW likeliest ones. For these rows, sort the window
+    Most rows keep only tokens that are among the WINDOW likeliest ones. For these rows, sort the window
     and draw with one random number. For each other row, `keep` searches the whole vocabulary, and `draw`
     draws."""
     count = min(WINDOW, shares.shape[1])

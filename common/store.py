@@ -118,7 +118,7 @@ class Storage:
         """`backend`: see above. `bandwidth`: of modelled storage that is slower than the back end
         (shell/modelled_link.py)."""
         self.backend, self.name, self.bandwidth, self.errors = backend, name, bandwidth, 0
-        self.doubted: set[bytes] = set()  # keys whose latest read failed, until they are written again
+        self.doubted: set[bytes] = set()  # keys whose latest read or write failed, until written again
         self.failing: set[str] = set()  # names of the methods whose latest call raised
 
     def open(self, wake):

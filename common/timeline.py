@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 # Seconds after which the host's and the device's clock are read together again. The clocks drift, and CUDA
-# returns times as float32 milliseconds, which are coarse for a long time
+# returns times as float32 milliseconds, which are coarse if they are large
 FRESH = 10.0
 
 
@@ -56,7 +56,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """The spans of one request, and its plan (05, 06)."""
+    """The spans of one request, and its plan (05, 06; 07 with both_ends)."""
     def __init__(self):
         self.began = time.perf_counter()
         self.spans: list[Span] = []

@@ -159,9 +159,9 @@ class RedisBackend:
 
     def exists(self, keys: list[str]) -> list[bool]:
         with self.client.pipeline(transaction=False) as pipeline:
-            for key in keys:
-                pipeline.touch("kv:" + key)       # reports whether the key exists, and marks it as used
-            return [found == 1 for found in pipeline.execute()]
+            for key in reversed(keys):              # a chain's head is marked as used last, and deleted last
+                pipeline.touch("kv:" + key)         # reports whether the key exists
+            return [found == 1 for found in reversed(pipeline.execute())]
 
     def get(self, keys: list[str]) -> list[bytes | None]:
         return self.client.mget(["kv:" + key for key in keys])

@@ -168,9 +168,9 @@ def test_storage_is_asked_once_and_read_for_enough_tokens():
     for known, new, asked in (400, 0, [("exists", 48)]), (240, 200, [("exists", 54)]), (0, 256, []):
         cache.storage.set([], []).wait(60)  # after the engine marked pages as used
         backend.asked.clear()
-        engine.submit(Request(text[:known] + engines.draw(rng, new), 2))
+        engine.submit(request := Request(text[:known] + engines.draw(rng, new), 2))
         serving.eventually(lambda: cache.in_flight["save"] or engine.step())
-        assert backend.asked == asked
+        assert backend.asked == asked and request.wait_deadline == float("inf"), "only `poll` ends a wait, on all ranks"
         engines.evict(engine)
         engine.evict("host")
 
