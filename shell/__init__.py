@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from functools import cache
 
 # PyTorch's OpenMP threads spin before they sleep; PyTorch reads this setting when it is imported. The default
 # is to spin for milliseconds, which slows other processes down: a token took 1.9 times as long.
@@ -33,6 +34,7 @@ def flush():
 
 
 signals: list[int] = []     # signals received so far
+warn_once = cache(print)    # prints a line only the first time
 
 
 def interrupt(number: int, frame):

@@ -9,18 +9,18 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
 
 from common.requests import BadRequest
 from common.store import Storage, StoredChunks
+from shell import warn_once
 from shell.frontend import number
 
 OWN_FILE = re.compile(r"[0-9a-f]{64}\.page(\.[0-9a-f]{32}\.tmp)?")
 PAUSE = 60.0  # seconds before a full file system is cleaned up again, if that did not help
-warn_once = cache(print)    # prints a line only the first time
 
 
 class Directory:

@@ -1,12 +1,12 @@
 """The link between device memory and host memory: a GPU's, or a modelled one (`--link`)."""
 import sys
-from functools import cache
 
 import torch
 
 from common.cuda_link import CudaTransfer, Link
 from common.link import BlockPairs
 from common.requests import in_words
+from shell import warn_once
 from shell.checkpoint import ModelError
 from shell.modelled_link import Bandwidth, LikeA100, ModelledLink, speed
 
@@ -81,6 +81,3 @@ class CheckedLink(Link):
         self.backend = "direct"
         words = f"The kernel cannot copy between host memory and the GPU ({in_words(error)})"
         warn_once(f"{words}: scattered blocks are copied one by one, and take longer.", file=sys.stderr)
-
-
-warn_once = cache(print)    # prints a line only the first time
