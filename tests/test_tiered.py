@@ -949,6 +949,17 @@ def test_what_is_used_on_the_device_is_not_the_oldest_in_storage(kind, tmp_path)
         assert ask(engine, one).found == {}, "the prompt that was used once is gone"
 
 
+def test_a_value_that_is_gone_makes_storage_look_what_else_is(tmp_path):
+    with opened(backends.Directory(f"file:{tmp_path}")) as (storage, keys, places):
+        storage.set(keys, places).wait(60)
+        for path in list(tmp_path.glob("*.page"))[1:]:
+            path.unlink()
+        gone = next(key for key in keys if not (tmp_path / f"{key.hex()}.page").exists())
+        with pytest.raises(TransferError):
+            storage.get([gone], places[:1]).wait(60)
+        assert [storage.has([key]) for key in keys].count(True) == 1 and not storage.silent
+
+
 @FILES
 @pytest.mark.parametrize("fault", ["vanished", "full"])
 def test_a_folder_that_vanishes_is_made_again_and_what_does_not_fit_is_counted(kind, fault, tmp_path, monkeypatch, capsys):
