@@ -184,7 +184,7 @@ def demo(model, frontend: Frontend, arguments):
     new, context = min(arguments.max_tokens, 32), lesson.context(model, frontend)
     for turn in lesson.TURNS:
         requests.append(lesson.say(engine, frontend, messages, turn, new))
-        print(f"user       {turn}\nassistant  {requests[-1].outcome.text}\n")
+        print(f"user       {turn}\nassistant  {requests[-1].text}\n")
 
     # 2. Verify the tokens before any time is printed
     verified = equal_to_transformers(model, arguments.model, requests)
@@ -205,7 +205,7 @@ def demo(model, frontend: Frontend, arguments):
     filler = frontend.encode(" ".join(lesson.TURNS), None) * (HISTORIES[-1] // 64)
     lengths = [length for length in HISTORIES if length < context]
     ways = {
-        f"{length} tokens": lambda length=length: lesson.ask(engine, filler[:length]).outcome.ttft_ms
+        f"{length} tokens": lambda length=length: lesson.ask(engine, filler[:length]).ttft_ms
         for length in lengths
     }
     rows += lesson.table("TTFT against history", lesson.in_turn(ways), "ttft_ms", "ms")

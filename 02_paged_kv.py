@@ -26,22 +26,23 @@ by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for prefill und
 """
 
 import functools
-import heapq
 import importlib
 import itertools
+import logging
 import math
 import random
 import shell.cli as cli
 import sys
 import time
+from collections import OrderedDict
 from itertools import takewhile
 
 import torch
 
 from common.llama import attention, causal_mask, upload
 from common.prefixes import BlockKey, BlockKeys
-from common.requests import Interrupted, Request, RequestQueue
-from common.sampling import likeliest, sample
+from common.requests import Interrupted, Request, RequestQueue, Unavailable, in_words
+from common.sampling import draw, likeliest
 from common.timeline import Clock
 from shell import charts, lesson
 from shell.frontend import Frontend
@@ -61,7 +62,8 @@ class BlockPool:
         free <-----------------------------evict-- cached
 
     A block is an int; `memory`, if any, has its contents. Block tables reference a block, and so do copies
-    that still read or write it. Cached blocks are evicted in the order in which their keys were last used."""
+    that still read or write it. Cached blocks are evicted in the order in which their keys were last used.
+    `block_of` has this order: the least recently used key comes first."""
 
     def __init__(self, blocks: int, block_size: int, memory: torch.Tensor | None = None):
         """`blocks`: number of blocks, of `block_size` tokens each. `memory`: their contents, or None."""
@@ -69,10 +71,8 @@ class BlockPool:
         self.block_bytes = 0 if memory is None else memory.nbytes // max(1, blocks)
         self.references = [0] * blocks
         self.free = bytearray(b"\1" * blocks)  # 1: free. bytearray.find finds runs fast
-        self.cached: dict[int, None] = {}
-        self.eviction_heap: list[tuple[int, int]] = []  # (last use, block); entries may be out of date
         self.key_of: list[BlockKey | None] = [None] * blocks
-        self.block_of: dict[BlockKey, int] = {}
+        self.block_of: OrderedDict[BlockKey, int] = OrderedDict()
         self.on_evict = lambda lost: None  # `evict` calls it with a list of (block, block key)
         self.search_start = 0  # block from which to search for a run of free blocks
         self.evictions = 0
@@ -80,15 +80,16 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Number of blocks that `allocate` can return: free and cached ones."""
-        return self.free.count(1) + len(self.cached)
+        return self.references.count(0)
+
+    @property
+    def cached(self) -> list[int]:
+        """The cached blocks, the least recently used first."""
+        return [block for block in self.block_of.values() if not self.references[block]]
 
     def num_blocks(self, tokens: int) -> int:
         """-> how many blocks `tokens` tokens take."""
         return -(-tokens // self.block_size)
-
-    def slot(self, table: list[int], position: int) -> int:
-        """-> the slot of the token at `position`: its place in memory, counted in tokens."""
-        return table[position // self.block_size] * self.block_size + position % self.block_size
 
     def slots(self, table: torch.Tensor) -> torch.Tensor:
         """Return the slots of all tokens of one or several block tables.
@@ -112,34 +113,18 @@ class BlockPool:
             self.free[block], self.references[block] = 0, 1
         return blocks
 
-    def make_room(self, count: int, own=(), used: int = 0) -> int:
-        """Evict the least recently used cached blocks until `count` blocks are free.
-
-        `own`: keys of blocks that must not be evicted, for example the chain of the request (the keys of its
-        blocks, in order). `used`: blocks that were used later than this must not be evicted either; 0: no
-        limit. Stop at the first block that must not be evicted. Returns: how many blocks are free now, at
-        most `count`."""
-        victims, shortfall = {}, count - self.free.count(1)
-        while len(victims) < shortfall and self.eviction_heap:
-            use, block = heapq.heappop(self.eviction_heap)
-            if block not in self.cached or block in victims:
-                continue
-            block_key = self.key_of[block]
-            if block_key.used > use:  # it was used again after it was queued
-                self.queue_eviction(block)
-            elif block_key in own or use > used > 0:
-                self.queue_eviction(block)
-                break
-            else:
-                victims[block] = None
-        self.evict(list(victims))
+    def make_room(self, count: int, keep=()) -> int:
+        """Evict the least recently used cached blocks until `count` blocks are free, or until the next one
+        has a key in `keep`. Returns: how many blocks are free now, at most `count`."""
+        victims, shortfall = [], count - self.free.count(1)
+        if shortfall > 0:
+            for block_key, block in self.block_of.items():
+                if len(victims) == shortfall or block_key in keep and not self.references[block]:
+                    break
+                if not self.references[block]:
+                    victims.append(block)
+            self.evict(victims)
         return min(count, self.free.count(1))
-
-    def queue_eviction(self, block: int):
-        """Put a cached block into the eviction heap, by the last use of its key."""
-        heapq.heappush(self.eviction_heap, (self.key_of[block].used, block))
-        if len(self.eviction_heap) > 4 * self.size:  # most entries are out of date
-            self.eviction_heap = sorted((self.key_of[cached].used, cached) for cached in self.cached)
 
     def find_free(self, count: int, after: int | None, room: int) -> list[int]:
         """Find `count` free blocks: right after block `after`, else in a run of `room` blocks, else in a run
@@ -155,7 +140,6 @@ class BlockPool:
     def share(self, blocks: list[int]):
         """Add a reference to each block."""
         for block in blocks:
-            self.cached.pop(block, None)
             self.references[block] += 1
 
     def release(self, blocks: list[int]):
@@ -163,12 +147,7 @@ class BlockPool:
         else free."""
         for block in blocks:
             self.references[block] -= 1
-            if self.references[block] == 0:
-                if self.key_of[block] is None:
-                    self.free[block] = 1
-                else:
-                    self.cached[block] = None
-                    self.queue_eviction(block)
+            self.free[block] = self.references[block] == 0 and self.key_of[block] is None
 
     def register(self, block: int, block_key: BlockKey):
         """Record that `block` holds the tokens of `block_key`, unless another block already does."""
@@ -179,13 +158,19 @@ class BlockPool:
         """-> the blocks that hold the beginning of `chain`, up to the first key that no block holds."""
         return [self.block_of[block_key] for block_key in takewhile(self.block_of.__contains__, chain)]
 
+    def use(self, chain: list[BlockKey]):
+        """Mark the blocks of a chain as the most recently used. Of these, the last one is evicted first."""
+        for block_key in reversed(chain):
+            if block_key in self.block_of:
+                self.block_of.move_to_end(block_key)
+
     def evict(self, blocks: list[int]):
         """Make cached blocks free: remove them from the index, call `on_evict`, and then mark them as free.
 
         When `on_evict` is called, the blocks still have their contents."""
         lost = [(block, self.key_of[block]) for block in blocks]
         for block, block_key in lost:
-            del self.cached[block], self.block_of[block_key]
+            del self.block_of[block_key]
             self.key_of[block] = None
         self.evictions += len(lost)
         self.on_evict(lost)
@@ -215,7 +200,7 @@ class Batch:
             own = range(request.next, request.next + count)
             tokens += request.tokens[own.start : own.stop]
             positions += own
-            slots += [pool.slot(request.table, position) for position in own]
+            slots += [request.table[at // pool.block_size] * pool.block_size + at % pool.block_size for at in own]
             if count == request.pending:
                 last.append(len(positions) - 1)
         tables = [request.table[: pool.num_blocks(request.next + count)] for request, count in self.work]
@@ -394,12 +379,14 @@ class Engine(RequestQueue):
     @property
     def busy(self) -> bool:
         """Whether there are requests, or transfers in flight."""
-        return super().busy or self.lower_tier.busy
+        return bool(self.arrivals or self.waiting or self.running or self.lower_tier.busy)
 
     def enqueue(self, request: Request):
-        """Append a request to the queue, and mark the blocks of its prompt as used."""
-        self.block_keys.use(self.extend(request))
-        super().enqueue(request)
+        """Append a request to the queue, and mark the blocks of its prompt as used, in all tiers."""
+        self.block_keys.extend(request.chain, request)
+        for pool in self.pools.values():
+            pool.use(request.chain)
+        self.waiting.append(request)
         self.lower_tier.submitted(request)
 
     # Admission
@@ -428,13 +415,13 @@ class Engine(RequestQueue):
             return False
 
         # 3. Is the rest being prefetched? (`start_restoration` decides later whether to load it)
-        request.computed = len(hits) * pool.block_size
-        if self.lower_tier.waits(request):
+        request.computed = request.next = len(hits) * pool.block_size
+        if not request.must_compute and self.lower_tier.waits(request):
             return True
 
         # 4. Admit it
-        self.block_keys.use(chain)
         pool.share(hits)
+        pool.use(chain)
         room = pool.num_blocks(request.prompt_tokens + request.max_tokens) - len(hits)
         blocks = pool.allocate(empty, hits[-1] if hits else None, room)
         request.table, request.registered = hits + blocks, len(hits)
@@ -447,10 +434,6 @@ class Engine(RequestQueue):
         words = f"{len(hits)} blocks found"
         self.log_event("admit", [request], len(request.tokens), len(request.table), words)
         return True
-
-    def extend(self, request: Request) -> list[BlockKey]:
-        """Extend the request's chain of block keys to all of its full blocks, and return it."""
-        return self.block_keys.extend(request.chain, request.tokens, request.options.get("cache_salt", ""))
 
     # Scheduling
 
@@ -469,7 +452,7 @@ class Engine(RequestQueue):
             if full and (short or not self.append_block(request)):
                 short = True
                 continue
-            if count := min(request.compute_end - request.next, budget):
+            if count := min(request.pending, request.portion, budget):
                 work.append((request, count))
                 budget -= count
         return work
@@ -493,17 +476,19 @@ class Engine(RequestQueue):
         cached until they are evicted. When the request is admitted again, it reuses those blocks of its
         prefix that are still cached."""
         self.log_event("requeue", [request], 0, len(request.table))
+        self.running.remove(request)
         self.release(request)
         request.readmitted = True
         self.waiting.appendleft(request)
         self.wake.set()  # if no other request can compute, admit it in the next step without sleeping
-        self.lower_tier.submitted(request)
+        if not request.must_compute:
+            with self.contain(request):
+                self.lower_tier.submitted(request)
 
     # Forward pass
 
     def compute(self):
-        """Run the forward pass of a step, and sample. If the pass raises, its results are dropped, and the
-        step is run again; after ATTEMPTS failures in a row, its requests fail."""
+        """Run the forward pass of a step, and sample. If the pass raises, its requests fail."""
         began = self.clock.mark()
         try:
             batch, logits = self.runner.forward(self.work, self.lower_tier.before_layer)
@@ -512,23 +497,34 @@ class Engine(RequestQueue):
         except Interrupted:
             return
         except Exception as error:
-            return self.step_failed(self.work, error)
+            logging.getLogger("kv").error("a step failed", exc_info=error)
+            words = f"A step failed ({in_words(error)}); ask again."
+            return [self.finish(request, Unavailable(words)) for request, _ in self.work]
         finally:
             self.work = []
-        self.failures = 0
-        if -1 in tokens:  # NaN: end these requests, register nothing, and run the step again for the others
-            ended = [request for request, token in zip(requests, tokens) if token == -1]
-            return self.answer(ended, [-1] * len(ended))
-        self.counts["steps"] += 1
-        self.record_step(batch, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
-        self.answer(requests, sample(requests, logits, tokens))
+        if -1 not in tokens:
+            self.counts["steps"] += 1
+            self.record_step(batch, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
+        for request, token, row in zip(requests, tokens, logits):
+            if -1 not in tokens or token == -1:  # NaN: end its request, and run the step again for the others
+                with self.contain(request):
+                    self.answer(request, token, row)
+
+    def answer(self, request: Request, token: int, logits: torch.Tensor):
+        """Give a request its next token: the likeliest one, or a draw from its logits [V]. Finish it if it is
+        complete."""
+        if request.temperature and token >= 0:
+            token = draw(logits, request.temperature, request.top_k, request.top_p, request.generator)
+        request.push(token)
+        if request.finish_reason:
+            self.finish(request)
 
     def record_step(self, batch: Batch, began: float, ended: float):
         """Record what a step has computed: register full blocks, let the lower tier save them, add spans to
         the timelines."""
         self.log_event("compute", [one for one, _ in batch.work], sum(count for _, count in batch.work))
         for request, count in batch.work:
-            request.computed = request.next + count
+            request.computed = request.next = request.next + count
             self.register(request)
         waits = self.lower_tier.after_pass(batch, began, ended)
         for request, count in batch.work:
@@ -538,28 +534,22 @@ class Engine(RequestQueue):
     def register(self, request: Request):
         """Put the blocks that the request has filled into the pool's index, so that other requests find
         them."""
-        full = request.computed // self.pool.block_size
-        chain = self.extend(request)
+        full, chain = request.computed // self.pool.block_size, request.chain
         if full > request.registered:
-            self.block_keys.use(chain)
-        for index in range(request.registered, full):
-            self.pool.register(request.table[index], chain[index])
-            if self.filling.get(chain[index]) is request:
-                del self.filling[chain[index]]
-        request.registered = max(full, request.registered)
+            self.block_keys.extend(chain, request)
+            for index in range(request.registered, full):
+                self.pool.register(request.table[index], chain[index])
+                if self.filling.get(chain[index]) is request:
+                    del self.filling[chain[index]]
+            request.registered = full
+            for pool in self.pools.values():
+                pool.use(chain)
 
     # Ending
 
-    def finish(self, request: Request, error: Exception | None = None):
-        """End a request with `error`, or with its Result."""
-        if request in self.waiting:
-            self.lower_tier.finished(request)
-        super().finish(request, error)
-
     def release(self, request: Request):
-        """Release the blocks of a running request. Registered blocks stay cached. Copies in flight keep their
-        own references."""
-        self.running.remove(request)
+        """Forget a request that no longer waits or runs, and release its blocks. Registered blocks stay
+        cached. Copies in flight keep their own references."""
         try:
             self.lower_tier.finished(request)
         finally:  # even if the lower tier raises
@@ -567,7 +557,7 @@ class Engine(RequestQueue):
                 if self.filling.get(block_key) is request:
                     del self.filling[block_key]
             self.pool.release(request.table)
-            request.table, request.computed = [], 0
+            request.table, request.computed, request.next = [], 0, 0
 
     def close(self):
         """Close the lower tier."""
@@ -608,8 +598,8 @@ def demo(model, frontend: Frontend, arguments):
     # 3. Time: a cached prefix is not computed again; one read of the weights serves all requests that decode
     prompt = asked[0].tokens[: asked[0].prompt_tokens]
     ways = {
-        "miss (not cached)": lambda: lesson.ask(engine, prompt, cache_salt=str(rng.random())).outcome.ttft_ms,
-        "gpu_hit": lambda: lesson.ask(engine, prompt).outcome.ttft_ms,
+        "miss (not cached)": lambda: lesson.ask(engine, prompt, cache_salt=str(rng.random())).ttft_ms,
+        "gpu_hit": lambda: lesson.ask(engine, prompt).ttft_ms,
     }
     rows += lesson.table(f"\nTTFT of a prompt of {len(prompt)} tokens", lesson.in_turn(ways), "ttft_ms", "ms")
     questions = [frontend.encode(None, messages[-1:]) for messages in talks]

@@ -19,12 +19,10 @@ slower of copying and computing, plus one layer of the faster one. Without the o
     link: the bytes of the history / the bandwidth      compute: the forward pass of the question
 
 Loading pays if the link delivers a token's K and V faster than the processor computes them. Both speeds are
-measured. A prefix is loaded if loading is estimated to take at most 0.8 of the time to compute it. There are
-two exceptions. With `--always-restore` every prefix is loaded. And if the estimate is against loading eight
-times in a row, the eighth prefix is loaded as a trial, to measure the speed of loading again.
+measured. A prefix is loaded if loading is estimated to take at most 0.8 of the time to compute it. With
+`--always-restore` every prefix is loaded.
 
-`HostCache` is a Cache (common/cache.py): five required methods, `poll`, and their helpers. The shortest Cache
-is examples/my_cache.py. Two rules hold for every Cache. First, it must keep a reference to all blocks that a
+`HostCache` is a Cache (common/cache.py): five required methods, and their helpers. The shortest Cache is examples/my_cache.py. Two rules hold for every Cache. First, it must keep a reference to all blocks that a
 copy reads or writes (`hold`) until the copy completes, even if the request ends before. Second, `match` must
 not find a block before its copy has completed.
 
@@ -45,8 +43,6 @@ import statistics
 import sys
 from functools import partial
 
-import torch
-
 from common import link as links
 from common.cache import Cache, Match
 from common.estimates import Estimates
@@ -54,6 +50,7 @@ from common.requests import Request
 from common.restoring import Restorer
 from shell import charts, hardware, lesson, modelled_link
 from shell.frontend import Frontend
+from shell.machine import machine_of
 
 paged = importlib.import_module("02_paged_kv")
 
@@ -64,25 +61,20 @@ class HostCache(Cache):
     layer."""
 
     fields = {"offload_after": (lambda value: isinstance(value, bool), "true or false")}
-    longest_save = 5.0  # seconds; a longer copy out would keep its device blocks referenced for too long
-    # True if host memory is the last tier: a block evicted from it is lost. In that case a save never evicts
-    # a host block that was used more recently than the blocks that it saves
-    last_tier = True
 
     def __init__(self, blocks: int, bandwidth: modelled_link.Bandwidth | float | None = None):
         """`blocks`: blocks of host memory. `bandwidth`: of the modelled link, in bytes per second; None with
         a GPU."""
         self.blocks, self.bandwidth = blocks, bandwidth
         self.saving: dict = {}  # block key whose copy is in flight -> host block
-        self.looked_at: dict = {}  # request -> number of leading blocks that `save` has looked at
-        self.pending_saves: dict = {}  # request (may be finished) -> block keys to copy out, oldest first
+        self.saved: dict = {}  # request -> number of leading blocks that `save` has handled
 
-    # The five required methods of a Cache, and `poll`
+    # The five required methods of a Cache
 
     def attach(self, engine):
         super().attach(engine)
         memory, bandwidth, wake = self.pool.memory, self.bandwidth, engine.wake.set
-        self.load_link = hardware.connect("load", engine.clock, bandwidth, wake)
+        self.load_link = hardware.connect("load", engine.clock, bandwidth, wake, beside=self.model)
         self.save_link = hardware.connect("save", engine.clock, bandwidth, wake, background=True)
         shape = len(memory), self.blocks, 2, *memory.shape[3:]  # [L, blocks, 2, block_size, KVH, hd]
         self.host = paged.BlockPool(self.blocks, self.pool.block_size, self.host_memory(shape))
@@ -91,9 +83,11 @@ class HostCache(Cache):
             link.speed()  # measure a GPU's link now, so that no request waits for it
 
     def match(self, request):
-        if found := self.host.find(self.missing(request)):
+        size = self.pool.block_size
+        found = self.host.find(request.chain[request.computed // size : request.history // size])
+        if found:
             seconds = self.load_link.seconds(len(found) * self.host.block_bytes, len(self.model.layers))
-            return Match(self.tokens_in(request, found), seconds, found)
+            return Match(len(found) * size, seconds, found, {"cpu": len(found) * size})
 
     def restore(self, request, restoration, match):
         transfers = self.copy_in(request, restoration.start, match.blocks)
@@ -102,25 +96,21 @@ class HostCache(Cache):
                 yield transfer
                 restoration.layers += 1
         finally:
-            links.cancel(transfers)
+            for transfer in transfers[restoration.layers :]:
+                transfer.cancel()
 
     def save(self, batch):
-        """Schedule copies of the blocks that each request has registered since its last `save`, unless host
-        memory has them.
+        """Start to copy the blocks that have become full since the request's last `save`, unless host memory
+        has them. The first `save` of a request also looks at the blocks that it found or restored.
 
-        The first `save` of a request also looks at the blocks that the request found on the device or
-        restored, because host memory may lack them."""
+        Host memory may be full of this request's own blocks. Then try again after the request's next step."""
         for request, _ in batch.work:
-            first, end = self.looked_at.get(request, 0), request.registered
-            if first < end and request.options.get("offload_after", True):
-                unsaved = self.pending_saves.pop(request, []) if first else []
-                self.pending_saves[request] = unsaved + request.chain[first:end]
-                self.looked_at[request] = end
-        self.save_pending()
-
-    def poll(self):
-        super().poll()
-        self.save_pending()
+            first, full = self.saved.get(request, 0), request.registered
+            if first < full and request.options.get("offload_after", True):
+                own = zip(request.chain[first:full], request.table[first:full])
+                unsaved = {block_key: block for block_key, block in own if not self.has_block(block_key)}
+                left = [*unsaved][self.save_blocks(request, unsaved) :]
+                self.saved[request] = request.chain.index(left[0]) if left else full
 
     def close(self):
         self.close_each(self.load_link, self.save_link)
@@ -135,7 +125,7 @@ class HostCache(Cache):
         """Start to copy `host_blocks` into the request's device blocks, from the block of token `start` on.
 
         Returns: one Transfer per layer. The blocks of both pools are held until all have completed."""
-        table = self.blocks_of(request, start, len(host_blocks))
+        table = request.table[start // self.pool.block_size :][: len(host_blocks)]
         blocks, transfers = links.BlockPairs(table, host_blocks, apart=True), []
         for layer, (device, host) in enumerate(zip(self.pool.memory, self.host.memory)):
             device = device.transpose(0, 1)  # like `host`: [blocks, 2, block_size, KVH, hd]
@@ -149,44 +139,13 @@ class HostCache(Cache):
         """-> whether host memory holds this block, or is receiving it."""
         return block_key in self.host.block_of or block_key in self.saving
 
-    def save_pending(self):
-        """Copy out pending blocks, those of the latest request first, until host memory is full.
+    def save_blocks(self, request, blocks: dict) -> int:
+        """Start to copy device blocks to host memory, as many as fit without evicting the request's own.
 
-        A block that does not fit stays pending, even after its request has finished, until the device evicts
-        it. Then the later blocks of its chain are dropped as well, because `match` ends at the first missing
-        block."""
-        there, room = self.pool.block_of, True
-        for request, unsaved in reversed([*self.pending_saves.items()]):
-            if unsaved and unsaved[0] in there and (self.after_gap(unsaved[0]) or not room):
-                continue
-            present = itertools.takewhile(there.__contains__, unsaved)
-            unsaved = [one for one in present if not self.has_block(one)]
-            fits = self.save_blocks(request, unsaved)
-            room = room and fits == len(unsaved)
-            self.pending_saves[request] = unsaved[fits:]
-            if fits == len(unsaved):
-                del self.pending_saves[request]
-
-    def after_gap(self, block_key) -> bool:
-        """-> whether the parent block is neither in host memory nor being copied to it."""
-        return block_key.parent is not None and not self.has_block(block_key.parent)
-
-    def save_blocks(self, request, block_keys: list) -> int:
-        """Start to copy blocks to host memory, as many as fit there.
-
-        If the copies are estimated to take `longest_save` or more, the estimate may be out of date. Then copy
-        just enough blocks to measure the link again, or none if a save in flight is already measuring it.
-
-        Returns: how many of `block_keys`, from the first on, were started."""
-        size, link = self.host.block_bytes, self.save_link
-        if link.seconds(len(block_keys) * size) >= self.longest_save:  # copy a little, to measure the link
-            block_keys = [] if self.in_flight["save"] else block_keys[: -(-link.measured_from // size)]
-        if not block_keys:
-            return 0
-        used = block_keys[-1].used if self.last_tier else 0
-        if fits := self.host.make_room(len(block_keys), self.not_evicted_for(request), used):
-            block_keys = block_keys[:fits]
-            blocks = [self.pool.block_of[block_key] for block_key in block_keys]
+        `blocks`: block key -> device block, in the order of the chain. Returns: how many were started."""
+        fits = self.host.make_room(len(blocks), request.chain)
+        if fits:
+            block_keys, blocks = [*blocks][:fits], [*blocks.values()][:fits]
             # The best place is right after the parent's host block; the next best is a free run that is long
             # enough for the whole request
             parent = block_keys[0].parent
@@ -195,15 +154,9 @@ class HostCache(Cache):
             host_blocks = self.host.allocate(fits, after, room)
             transfer = self.copy_out(blocks, host_blocks)
             self.saving.update(zip(block_keys, host_blocks))
-            then = partial(self.on_saved, request, transfer, block_keys, host_blocks)
+            then = partial(self.on_saved, request, transfer, block_keys)
             self.hold("save", [transfer], (self.pool, blocks), given=[(self.host, host_blocks)], then=then)
         return fits
-
-    def not_evicted_for(self, request) -> list:
-        """Return block keys that must stay in host memory while blocks of this request are copied to it.
-
-        These are the blocks of its own chain; or none, if the request has ended and there is a lower tier."""
-        return request.chain if self.last_tier or request.table else []
 
     def copy_out(self, blocks: list[int], host_blocks: list[int]) -> links.Transfer:
         """Start to copy device `blocks` to `host_blocks`. Returns: one Transfer for all layers."""
@@ -214,19 +167,20 @@ class HostCache(Cache):
         self.counts["bytes_out"] += transfer.bytes
         return transfer
 
-    def on_saved(self, request, transfer, block_keys, host_blocks, arrived: bool):
+    def on_saved(self, request, transfer, block_keys, arrived: bool):
         """Register the host blocks of a completed copy, so that `match` finds them. Called by `poll`;
         `arrived` is False if the copy failed."""
-        for block_key, host_block in zip(block_keys, host_blocks):
-            del self.saving[block_key]
+        for block_key in block_keys:
+            host_block = self.saving.pop(block_key)
             if arrived:
                 self.host.register(host_block, block_key)
         if not arrived:
-            self.looked_at.pop(request, None)  # the next `save` looks at all of its blocks again
+            self.saved.pop(request, None)  # the next `save` looks at all of its blocks again
+        self.host.use(request.chain)
         request.timeline.add("save", transfer.label, *transfer.span())
 
     def finished(self, request):
-        self.looked_at.pop(request, None)
+        self.saved.pop(request, None)
 
 
 # 2. The demo -----------------------------------------------------------------------------------
@@ -247,13 +201,13 @@ def demo(model, frontend: Frontend, arguments):
     slow = make_engine(model, arguments) if link.modelled else None
     again = ask_each_tier(engine, slow, back.tokens[: back.prompt_tokens])
     last = {case: requests[-1] for case, requests in again.items()}
-    taken = {case: [one.outcome.ttft_ms for one in requests] for case, requests in again.items()}
+    taken = {case: [one.ttft_ms for one in requests] for case, requests in again.items()}
     verified = lesson.verify(paged.baseline.Engine(model), [*asked, back, *last.values()])
 
     report = dict(link=lesson.describe_link(link), verified=verified)
     print(f"{blocks} device blocks, and documents of {len(asked[0].chain)} blocks each:")
-    rows = [describe("document", request) for request in asked] + [describe("the first goes on", back)]
-    print(f"  {lesson.QUESTION} - {back.outcome.text}\n\nTimeline (digits: layers; p: prefill, d: decode)")
+    rows = [lesson.describe("document", request) for request in asked] + [lesson.describe("the first goes on", back)]
+    print(f"  {lesson.QUESTION} - {back.text}\n\nTimeline (digits: layers; p: prefill, d: decode)")
     print(f"{charts.chart(back.timeline)}\n")
     title = f"TTFT of the same {back.prompt_tokens} prompt tokens, asked again"
     rows += lesson.table(title, taken, "ttft_ms", "ms")
@@ -284,18 +238,8 @@ def ask_each_tier(engine, slow, prompt: list[int]) -> dict[str, list[Request]]:
         lesson.wait_until_idle(slow)
         link = slow.lower_tier.cache.load_link
         link.bandwidth = modelled_link.Bandwidth(link.bandwidth.value / 100)
-        link.measured.forget()
         ways["slow link"] = lambda: ask(slow, evict="device")
     return lesson.in_turn(ways)
-
-
-def describe(what: str, request: Request) -> dict:
-    """Print one line about a finished request, and return it as a row of the demo's table."""
-    result = request.outcome
-    row = dict(phase=what, source=result.source, found=result.found, ttft_ms=result.ttft_ms)
-    found = f"{request.cached_tokens:5} of {request.prompt_tokens} tokens found"
-    print(f"  {what:17} {result.source:8} {found}, TTFT {result.ttft_ms:.1f} ms")
-    return row
 
 
 # 3. Main ---------------------------------------------------------------------------------------
@@ -303,29 +247,16 @@ def describe(what: str, request: Request) -> dict:
 def add_arguments(parser):
     """Add the options of chapter 02 and of this chapter."""
     paged.add_arguments(parser)
-    number, words = cli.bounded(int, 0, 1 << 26), "blocks in host memory (four times the device's)"
-    parser.add_argument("--cpu-blocks", type=number, metavar="N", help=words)
-    parser.add_argument("--always-restore", action="store_true", help="load even if computing is faster")
-    hardware.add_option(parser)
-
-
-def host_blocks(model, arguments, block_bytes: int) -> int:
-    """Return the number of blocks in host memory: --cpu-blocks, if that option is given.
-
-    Default: 4 x --gpu-blocks. Without --gpu-blocks: 4 x --max-running x the blocks of the longest context.
-    The default is never more than a quarter of free host memory."""
-    context = -(-model.config.max_position_embeddings // arguments.block_size)  # blocks
-    useful, cpu = 4 * (arguments.gpu_blocks or arguments.max_running * context), torch.device("cpu")
-    return cli.blocks_that_fit(arguments.cpu_blocks, useful, block_bytes, cpu, "--cpu-blocks")
+    hardware.add_options(parser)
 
 
 def make_engine(model, arguments) -> paged.Engine:
     """Build chapter 02's engine with a HostCache as its lower tier."""
     block_bytes = arguments.block_size * model.config.kv_numbers_per_token * model.dtype.itemsize
-    blocks = host_blocks(model, arguments, block_bytes)
+    blocks = hardware.host_blocks(model, arguments, block_bytes)
     bandwidth = hardware.bandwidth(model, arguments.link)
     cache, megabytes = HostCache(blocks, bandwidth), blocks * block_bytes / 1e6
-    engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(arguments.always_restore)))
+    engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(machine_of(model), arguments.always_restore)))
     print(f"Host: {blocks} KV blocks, {megabytes:.1f} MB, over a {cache.load_link}", file=sys.stderr)
     return engine
 

@@ -60,7 +60,7 @@ import torch
 from common import link as links
 from common.cache import Cache, Match
 from common.estimates import FULL_SPEED, Estimates
-from common.link import Speed, as_integers
+from common.link import Speed
 from common.llama import upload
 from common.requests import Request
 from common.restoring import Restorer
@@ -68,8 +68,10 @@ from common.store import Stored, StoredChunks
 from shell import charts, hardware, lesson
 from shell.backends import in_directories
 from shell.frontend import Frontend
+from shell.machine import machine_of
+from shell.workers import Worker, as_integers
 
-paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
+paged = importlib.import_module("02_paged_kv")
 SNAPSHOT = 1 << 21  # bytes of unsent states after which `flush` is called
 DEPTH = 8  # layers of a restoration that may be copied ahead of the projection
 THREADS = 8  # threads of stage two
@@ -190,6 +192,7 @@ class BlockStore:
             if piece.block_key and not piece.filling.lost:
                 self.register(piece.block, piece.block_key)
         for request in {piece.filling.request for piece in pieces if piece.block_key}:
+            self.pool.use(request.chain)
             self.use_stored(request)
 
     def drop(self, fillings):
@@ -255,9 +258,15 @@ class BlockStore:
             for part, (layer, memory) in enumerate(zip(self.layers, self.arrays)):
                 reads[layer] += self.storage.read(stored, [memory[block] for block in fresh], part)
             new = zip(fresh, [key for key, found in zip(block_keys, locations) if isinstance(found, Stored)])
-            then = lambda arrived: [self.register(*pair) for pair in new if arrived]  # noqa: E731
+            then = partial(self.on_fetched, list(new), block_keys)
             self.cache.hold(f"read {fresh[0]}", sum(reads.values(), []), (self.pool, fresh), then=then)
         return blocks, reads
+
+    def on_fetched(self, new: list, block_keys: list, arrived: bool):
+        """Register the (block, block key) pairs `new`, whose reads have completed."""
+        for pair in new if arrived else ():
+            self.register(*pair)
+        self.pool.use(block_keys)
 
 
 # 2. The cache ----------------------------------------------------------------------------------
@@ -292,9 +301,9 @@ class HiddenCache(Cache):
         wake = engine.wake.set
         self.load_link = hardware.connect("load", engine.clock, self.bandwidth, wake)
         self.save_link = hardware.connect("save", engine.clock, self.bandwidth, wake)
-        self.lanes = deque(links.Worker("scatter", wake) for _ in range(THREADS))
+        self.lanes = deque(Worker("scatter", wake) for _ in range(THREADS))
         if self.storage:
-            self.storage.open(wake)
+            self.storage.open(partial(Worker, wake=wake))
         self.load_link.speed()  # measure a GPU's link now, so that no request waits for it
         self.projecting = Speed(math.inf)  # rows per second, in one layer
         self.spans = deque()  # projections: (request, rows, label, start mark, end mark)
@@ -322,8 +331,9 @@ class HiddenCache(Cache):
         self.ring, self.head, self.free = rows, 0, rows  # the buffer's length, next row, free rows
 
     def match(self, request):
-        if locations := self.store.find(self.missing(request)):
-            tokens = self.tokens_in(request, locations)
+        size = self.pool.block_size
+        if locations := self.store.find(request.chain[request.computed // size : request.history // size]):
+            tokens = len(locations) * size
             source = "disk" if self.store.stored(locations) else "cpu"
             seconds = self.seconds(request.computed, request.computed + tokens, locations)
             return Match(tokens, seconds, locations, {source: tokens}, rows=tokens)
@@ -344,9 +354,9 @@ class HiddenCache(Cache):
 
         Before the first projection, the estimate is a share of the prefill time (`Machine.projecting`)."""
         self.record_spans()
-        if self.projecting.samples:
-            return self.projecting.seconds(tokens)
-        return self.estimates.computing.seconds(tokens * self.estimates.machine.projecting)
+        if math.isfinite(speed := self.projecting.value):
+            return tokens / speed
+        return tokens * self.estimates.machine.projecting / self.estimates.computing.value
 
     # Restoring
 
@@ -367,7 +377,8 @@ class HiddenCache(Cache):
                 yield from self.restore_layer(loading, layer)
                 restoration.layers += 1
         finally:
-            links.cancel([*loading.transfers.values(), *sum(loading.reads.values(), [])])
+            for transfer in (*loading.transfers.values(), *sum(loading.reads.values(), [])):
+                transfer.cancel()
             given = [(self.store.pool, loading.blocks)]
             self.hold("load", list(loading.transfers.values()), given=given)
 
@@ -537,13 +548,14 @@ def demo(model, frontend: Frontend, arguments):
         print("Query heads share KV heads: hidden states take more bytes, and a projection. On this model")
         print("chapter 03 is the better choice. The times below are of a model whose heads are not shared.")
     print("All device blocks are evicted before each turn:")
-    rows = [offload.describe(f"turn {number}", request) for number, request in enumerate(asked, 1)]
-    print(f"  {lesson.TURNS[-1]} - {asked[-1].outcome.text}\n\nThe last turn (load: layer numbers, copied;")
+    rows = [lesson.describe(f"turn {number}", request) for number, request in enumerate(asked, 1)]
+    print(f"  {lesson.TURNS[-1]} - {asked[-1].text}\n\nThe last turn (load: layer numbers, copied;")
     print(f"compute: layer numbers, projected; p: prefill; d: decode)\n{charts.chart(asked[-1].timeline)}\n")
     report["counters"] = engine.counters()
     engine.close()
 
     # 3. Time: on a model whose question takes less time than its history
+    offload = importlib.import_module(name="03_cpu_offload")  # only to compare with it
     larger = lesson.Larger(arguments, random.Random(0), engine_of)
     caches = HiddenCache(2 * larger.blocks, 1e9), offload.HostCache(2 * larger.blocks, 1e9)
     ways = dict(zip(("hidden states (04)", "K and V (03)"), map(larger.way, caches)))
@@ -561,14 +573,15 @@ def demo(model, frontend: Frontend, arguments):
 
 def engine_of(model, blocks: int, cache) -> paged.Engine:
     """-> an engine of `blocks` device blocks that always restores what `cache` offers."""
-    return paged.Engine(paged.Runner(model, blocks), Restorer(cache, Estimates(always=True)))
+    return paged.Engine(paged.Runner(model, blocks), Restorer(cache, Estimates(machine_of(model), True)))
 
 
 # 4. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
-    """Add the options of chapter 03 and of this chapter."""
-    offload.add_arguments(parser)
+    """Add the options of chapter 02 and of this chapter."""
+    paged.add_arguments(parser)
+    hardware.add_options(parser)
     add, limit = parser.add_argument, cli.bounded(float, 1e-6, 1e6)
     add("--disk", type=Path, action="append", metavar="DIR", help="keep blocks in files too; may be repeated")
     add("--disk-limit", type=limit, default=10, metavar="GB", help="size of all files together (10)")
@@ -583,10 +596,10 @@ def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
     """Build chapter 02's engine with a HiddenCache, or another `kind` of it, as its lower tier."""
     config, size = model.config, arguments.block_size
     block_bytes = size * bytes_per_token(model)
-    blocks = offload.host_blocks(model, arguments, block_bytes)
+    blocks = hardware.host_blocks(model, arguments, block_bytes)
     storage = in_directories(arguments.disk, arguments.disk_limit) if arguments.disk else None
     cache = kind(blocks, hardware.bandwidth(model, arguments.link), storage)
-    engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(arguments.always_restore)))
+    engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(machine_of(model), arguments.always_restore)))
     words = f"{blocks} blocks of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB"
     print(f"Host: {words}, over a {cache.load_link}", file=sys.stderr)
     times = config.hidden_size * config.num_hidden_layers / config.kv_numbers_per_token

@@ -73,13 +73,13 @@ import torch
 
 from common import link as links
 from common.llama import upload
-from common.machine import measure
+from shell.machine import measure
 from common.requests import BadRequest, Request
 from common.store import StoredChunks
 from shell import charts, lesson
 from shell.frontend import Frontend
 
-paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
+paged = importlib.import_module("02_paged_kv")
 hidden_states = importlib.import_module("04_hidden_state_cache")
 PLANNED, QUESTION = 1024, 32  # tokens of the history that the planner assumes, and of the question after it
 # For a history of this many tokens, the plan must not be slower than chapter 03 (K in all layers)
@@ -275,7 +275,7 @@ class PlannedCache(hidden_states.HiddenCache):
         states = tokens * config.hidden_size * self.model.dtype.itemsize
         kv = tokens * config.kv_numbers_per_token * self.model.dtype.itemsize // layers
         compute = self.estimates.seconds_to_compute(start, end) / layers
-        question = self.estimates.computing.seconds(self.question)
+        question = self.question / self.estimates.computing.value
         speed = self.load_link.speed()
         if stored:
             speed = min(speed, self.storage.speed() / stored)
@@ -294,7 +294,7 @@ class PlannedCache(hidden_states.HiddenCache):
         to a landing buffer, as in chapter 04."""
         if self.letters[layer] == "H":
             return super().issue_layer(loading, layer)
-        table = self.blocks_of(loading.request, loading.start, len(loading.blocks))
+        table = loading.request.table[loading.start // self.pool.block_size :][: len(loading.blocks)]
         first = self.store.layers.index(layer)
         device, host = list(self.kv[layer]), self.store.parts[first : first + 2]  # [blocks, size, width] each
         self.copy_layer(loading, layer, device, host, links.BlockPairs(table, loading.blocks, apart=True))
@@ -370,7 +370,7 @@ def demo(model, frontend: Frontend, arguments):
     asked, cache = lesson.converse(engine, frontend, length, turns, new), engine.lower_tier.cache
     verified = lesson.verify(paged.baseline.Engine(model), asked)
     report = dict(link=lesson.describe_link(cache.load_link), verified=verified, counters=engine.counters())
-    rows = [offload.describe(letters, request) for request in asked]
+    rows = [lesson.describe(letters, request) for request in asked]
     print(f"\nThe last turn (digits: layers, r: recompute, p: prefill)\n{charts.chart(asked[-1].timeline)}\n")
     if hidden_states.bytes_per_token(model) >= model.config.kv_numbers_per_token * model.dtype.itemsize:
         best = best_plan(len(letters), cache.costs(0, length))
@@ -378,6 +378,7 @@ def demo(model, frontend: Frontend, arguments):
     engine.close()
 
     # 2. Time: use a model whose question costs less than its history
+    offload = importlib.import_module(name="03_cpu_offload")  # only to compare with it
     larger, length = lesson.Larger(arguments, random.Random(0), hidden_states.engine_of), lesson.HISTORY
     caches = offload.HostCache(2 * larger.blocks, 1e9), hidden_states.HiddenCache(2 * larger.blocks, 1e9)
     ways = dict(zip(("K and V (03)", "hidden states (04)"), map(larger.way, caches)))

@@ -56,15 +56,15 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from common import link as links
-from common.cache import Cache, Match
+from common.cache import Cache, Match, Restoration
 from common.estimates import Estimates
-from common.link import as_integers
 from common.llama import upload
 from common.requests import Request
 from common.restoring import Restorer
@@ -72,7 +72,9 @@ from common.store import StoredChunks
 from shell import charts, hardware, lesson, modelled_link
 from shell.backends import in_directories
 from shell.frontend import Frontend
+from shell.machine import machine_of
 from shell.modelled_storage import ModelledStorage
+from shell.workers import Worker, as_integers
 
 paged = importlib.import_module("02_paged_kv")
 CHUNK = 64  # tokens
@@ -99,6 +101,32 @@ def portion(left: int, load: float, compute: float) -> int:
     return tokens if left - tokens >= CHUNK else left
 
 
+@dataclass(eq=False)
+class TwoPointers(Restoration):
+    """The restoration of tokens [start, end) from both ends: at all times tokens [start, request.computed)
+    are computed, and tokens [limit, end) are loaded, in all layers."""
+
+    keeps_part = True  # a loaded chunk has all layers
+    is_loading: bool = True  # more chunks may arrive
+
+    def __post_init__(self):
+        self.limit = self.end
+
+    @property
+    def computes(self) -> bool:
+        """Whether the next step may compute tokens before `limit`."""
+        return self.request.computed < self.limit and self.request.portion > 0
+
+    @property
+    def restored(self) -> int:
+        return self.end - self.limit
+
+    def meet(self):
+        """Complete the restoration if both ends have met: the next step computes the tokens from `end` on."""
+        if self.request.computed >= self.limit:
+            self.request.computed = self.request.next = self.end
+
+
 # 2. The cache ----------------------------------------------------------------------------------
 
 class BidirectionalCache(Cache):
@@ -107,6 +135,8 @@ class BidirectionalCache(Cache):
 
     `request.memo` holds the keys of the request's full chunks. Each block of the `staging` pool has room for
     one chunk in transit."""
+
+    restoration_class = TwoPointers
 
     def __init__(self, storage: StoredChunks, share=1.0, leftover=False, bits=None, memory=256e6):
         """`share`: largest part of a step, from 0 to 1, that a request being restored may compute beside
@@ -139,14 +169,14 @@ class BidirectionalCache(Cache):
         self.block_keys = paged.BlockKeys(f"{self.model.digest.hex()} {self.model.dtype} {kind}", CHUNK)
         self.saving: set = set()  # keys of chunks that are being copied or written to storage
         self.sent: Counter = Counter()  # request -> number of leading chunks that `save` has handled
-        self.storage.open(wake)
+        self.storage.open(partial(Worker, wake=wake))
 
     # Finding
 
     def chain(self, request) -> list:
         """Return a key for each full chunk of the request's tokens."""
         request.memo = request.memo or []
-        return self.block_keys.extend(request.memo, request.tokens, request.options.get("cache_salt", ""))
+        return self.block_keys.extend(request.memo, request)
 
     def match(self, request):
         """Offer the longest run of adjacent chunks that storage has. Prefill computes the tokens between
@@ -180,10 +210,8 @@ class BidirectionalCache(Cache):
     def restore(self, request, restoration, match):
         """Load chunks from the back. Each chunk that arrives lowers `restoration.limit` to the chunk's first
         token, or to the token that prefill has reached. The driver resumes this generator between steps and
-        before each layer. At all times tokens [start, computed) are computed, and tokens [limit, end) are
-        loaded."""
-        restoration.limit = restoration.end
-        restoration.layers = len(self.model.layers)  # a loaded chunk has K and V of all layers
+        before each layer."""
+        request.next = request.computed  # the next step computes from the front
         slots = self.slots(request, 0, restoration.end)
         unread = list(match.blocks)  # the last one is read next
         reading = deque()  # [number of the chunk, its staging block, the transfer that uses this block]
@@ -197,8 +225,13 @@ class BidirectionalCache(Cache):
                 elif unread:
                     yield  # other requests use all staging blocks
                 else:
-                    return  # no chunk is left, and prefill computes the tokens before the limit
+                    break  # no chunk is left
+            restoration.is_loading = False
+            while request.computed < restoration.end:
+                yield  # prefill computes the tokens before the limit
+            restoration.layers = len(self.model.layers)
         finally:
+            restoration.is_loading = False
             for _, block, transfer in reading:  # cancel the reads that have not begun
                 transfer.cancel()
                 self.hold(f"place {block}", [transfer], given=[(self.staging, [block])])
@@ -228,6 +261,7 @@ class BidirectionalCache(Cache):
             kv = self.unpack(self.landed[block])[:, :, front - first : limit - first]
             self.kv.index_copy_(2, slots[front:limit], kv)
             request.restoration.limit = front
+            request.restoration.meet()
 
     def front(self, request) -> int:
         """Return the lowest position that loading may still write to.
@@ -246,22 +280,24 @@ class BidirectionalCache(Cache):
 
     def restoring_requests(self) -> list:
         """Return the running requests whose two pointers have not met."""
-        running = self.engine.running
-        return [one for one in running if one.restoration and not one.restoration.ends_met]
+        running = [one for one in self.engine.running if one.restoration]
+        return [one for one in running if one.computed < one.restoration.limit]
 
     def poll(self):
         super().poll()
+        for request in self.engine.running:
+            if request.restoration:
+                request.restoration.meet()
         self.set_portions()
 
     def set_portions(self):
-        """Set `restoration.portion` of each restored request: how many tokens the next step may compute for
-        it."""
+        """Set `portion` of each restored request: how many tokens the next step may compute for it."""
         restoring, budget = self.restoring_requests(), self.engine.token_budget
         others = sum(request.pending for request in self.engine.running if request not in restoring)
         for request in restoring:
             restoration, most = request.restoration, budget
-            if restoration.generator and time.perf_counter() < restoration.deadline:  # more chunks may arrive
-                left = restoration.limit - request.computed
+            left = restoration.limit - request.computed
+            if restoration.is_loading and time.perf_counter() < restoration.deadline:
                 compute = self.estimates.seconds_to_compute(request.computed, restoration.limit)
                 most = min(budget, portion(left, self.seconds_to_load(left), compute))
                 if self.leftover:
@@ -270,7 +306,7 @@ class BidirectionalCache(Cache):
                     most = 0
             if self.share and not self.leftover and len(self.engine.running) > 1:
                 most = min(most, math.ceil(self.share * budget))
-            restoration.portion = most
+            request.portion = min(most, left)
             others += most
 
     # Saving
@@ -395,7 +431,7 @@ def demo(model, frontend: Frontend, arguments):
 
     # 3. Show
     print(f"{len(prompt)} tokens, chunks of {CHUNK}: {cache.chunk_bytes / 1e6:.2f} MB each in storage")
-    print(f"  {turns[1]} - {asked[1].outcome.text}\n")
+    print(f"  {turns[1]} - {asked[1].text}\n")
     rows = show(taken)
     engine.close()
     link = dict(modelled=bool(storage.bandwidth), gbps=cache.storage.speed() / 1e9)
@@ -411,7 +447,7 @@ def ask_again(engine, prompt: list[int], way: str, last: dict) -> float:
     if bandwidth := engine.lower_tier.cache.storage.storages[0].bandwidth:
         bandwidth.began = time.perf_counter()  # a changing bandwidth starts again at its first value
     engine.generate([request])
-    return request.outcome.ttft_ms
+    return request.ttft_ms
 
 
 def show(taken: dict) -> list[dict]:
@@ -464,7 +500,7 @@ def make_engine(model, arguments) -> paged.Engine:
     modelled = ModelledStorage(1e9 * limit, asked or 1e9)
     storage = in_directories(arguments.disk, limit) if arguments.disk else StoredChunks(modelled)
     cache = BidirectionalCache(storage, arguments.share, arguments.compute == "leftover", arguments.bits)
-    engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(arguments.always_restore)))
+    engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(machine_of(model), arguments.always_restore)))
     tokens = model.config.max_position_embeddings // 2
     seconds = cache.estimates.seconds_to_compute(0, tokens)
     if not (arguments.disk or asked) and math.isfinite(seconds):

@@ -56,7 +56,7 @@ from itertools import islice, takewhile
 from common import link as links
 from common.cache import Match
 from common.estimates import Estimates
-from common.link import as_integers
+from shell.workers import as_integers
 from common.requests import BadRequest, Request
 from common.restoring import Restorer
 from shell import backends, charts, hardware, lesson, modelled_link
@@ -769,7 +769,7 @@ def policies(engine, both, prompt: list[int]) -> dict[str, list[Request]]:
     Only L3 holds the prompt's pages, and reading them takes as long as computing them.
     engine, both: `both` is asked under the policy `both_ends`, `engine` under the others.
     Returns: policy -> its requests."""
-    seconds = lesson.ask(engine, prompt).outcome.ttft_ms / 1e3  # the engine computes the whole prompt
+    seconds = lesson.ask(engine, prompt).ttft_ms / 1e3  # the engine computes the whole prompt
     size = len(prompt) / engine.pool.block_size * engine.lower_tier.cache.host.block_bytes
     for each in engine, both:
         each.lower_tier.estimates.always, cache = True, each.lower_tier.cache
@@ -788,7 +788,7 @@ def policies(engine, both, prompt: list[int]) -> dict[str, list[Request]]:
 
 def show_tiers(taken: dict[str, list[Request]]) -> list[dict]:
     """Print TTFT, and the shares of the prompts' tokens that each tier held. Returns: rows for --json."""
-    times = {name: [one.outcome.ttft_ms for one in asked[TALKS:]] for name, asked in taken.items()}
+    times = {name: [one.ttft_ms for one in asked[TALKS:]] for name, asked in taken.items()}
     rows = lesson.table("TTFT, the second time", times, "ttft_ms", "ms")
     print(f"\n{'the second time':30}{'L1':>6}{'L2':>6}{'L3':>6}  computed")
     for row, asked in zip(rows, taken.values()):
@@ -810,7 +810,7 @@ def show_policies(asked: dict[str, list[Request]]) -> list[dict]:
     """Print TTFT under each policy, and the timeline of `both_ends`. Returns: rows for --json."""
     last = asked["both_ends"][-1]
     title = f"TTFT, {last.prompt_tokens} tokens, storage as fast as computing, the guard off"
-    times = {policy: [one.outcome.ttft_ms for one in requests] for policy, requests in asked.items()}
+    times = {policy: [one.ttft_ms for one in requests] for policy, requests in asked.items()}
     rows = lesson.table(title, times, "ttft_ms", "ms")
     computed, waited, _, both = (row["ttft_ms"] for row in rows)
     print(
@@ -863,7 +863,7 @@ def make_engine(model, arguments) -> paged.Engine:
         pages, hardware.bandwidth(model, arguments.link), storage, arguments.prefetch,
         arguments.write_policy, arguments.layout, threshold, tuple(timeout), arguments.hicache_io_backend,
     )  # fmt: skip
-    engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(arguments.always_restore)))
+    engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(machine_of(model), arguments.always_restore)))
     words = f"{pages} pages of {size} tokens, {pages * page_bytes / 1e6:.1f} MB, over a {cache.load_link}"
     print(f"Host: {words}; storage: {storage or 'none'}", file=sys.stderr)
     return engine

@@ -268,7 +268,8 @@ class Weights:
     @staticmethod
     def new_layer(model: Llama) -> Layer:
         """Allocate a layer on the device."""
-        return Layer(model.config, dtype=model.dtype, device=model.device).requires_grad_(False)
+        kind = type(model.layers[0])
+        return kind(model.config, dtype=model.dtype, device=model.device).requires_grad_(False)
 
     def fetch_next(self, after: int):
         """Prepare to fetch the first streamed layer after layer `after`. At the start and after a failure,
@@ -504,7 +505,7 @@ class HybridRunner:
         for (index, batch), following in zip(order, [*order[1:], None]):
             if batch is batches[0]:
                 layer = self.weights.layer(index)
-                layer.rotates = self.model.layers[index].rotates
+                layer.index = index
             self.weights.fetch(batch.rows_used / total * self.weights.shares[index])
             next_arrival = self.copy_in(*following) if following else None
             kv = self.rebuild(index, layer, *arrival)
@@ -805,7 +806,7 @@ def add_arguments(parser):
     add("--block-size", type=number(1 << 16), metavar="N", default=16, help="tokens per block (16)")
     add("--token-budget", type=number(1 << 20), metavar="N", default=8192, help="tokens per step (8192)")
     add("--max-running", type=number(1 << 12), metavar="N", default=64, help="requests that run at once (64)")
-    hardware.add_option(parser)
+    hardware.add_link(parser)
 
 
 def load(name: str, dtype: str = "auto", device: str = "auto"):

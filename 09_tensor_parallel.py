@@ -72,7 +72,7 @@ from common import link as links
 from common import store
 from common.cache import Cache
 from common.estimates import Estimates
-from common.link import as_integers
+from shell.workers import as_integers
 from common.llama import Linear
 from common.requests import Request, RequestError
 from common.restoring import Restorer
@@ -413,7 +413,7 @@ def demo(model, frontend: Frontend, arguments):
             lesson.ask(engine, prompt, 2, "device")  # warm up, and fill the cache
             before, case = engine.counts["bytes_in"], f"{KEEPS[keep]}, {count} rank{'s' * (count > 1)}"
             answered = [lesson.ask(engine, prompt, 2, "device") for _ in range(lesson.ROUNDS)]
-            taken[case] = [request.outcome.ttft_ms for request in answered]
+            taken[case] = [request.ttft_ms for request in answered]
             carried[keep, count] = (engine.counts["bytes_in"] - before) / lesson.ROUNDS
             engine.close()
     if ranks.rank:
@@ -497,7 +497,7 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
         cache = PageHeadCache(ranks, on_host, bandwidth, storage, whole.own_kv_heads, whole.writes)
     else:
         cache = KVCache(ranks, on_host, bandwidth) if keep == "kv" else SyncedCache(ranks)
-    lower_tier = Restorer(cache, Estimates(arguments.always_restore))
+    lower_tier = Restorer(cache, Estimates(machine_of(model), arguments.always_restore))
     engine = paged.make_engine(model, options, lower_tier)
     return engine
 

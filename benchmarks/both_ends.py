@@ -35,10 +35,10 @@ from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread, ttft
 from benchmarks.planned import both_ends, engine_of
 from common import link as links
-from common.machine import flops
 from common.requests import ClientDisconnected, Request
 from common.store import StoredChunks
 from shell import checkpoint, lesson, modelled_link
+from shell.machine import flops
 
 CHUNK = both_ends.CHUNK
 RATIOS, FEW, SHARES, SHARED = [4, 2, 1, 0.5, 0.25], [2, 1, 0.5], [0.9, 0.5, 0.1], [4]  # SHARED: the r that is measured with all shares

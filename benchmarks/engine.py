@@ -100,7 +100,7 @@ def burst(model, arguments):
             return statistics.mean(ttft(asked)), engine.counts["bytes_in"] - before
 
         def alone(engine=engine, document=document) -> tuple[float, int]:
-            return lesson.ask(engine, document + draw(rng, model, 1), 1, "device").outcome.ttft_ms, 0
+            return lesson.ask(engine, document + draw(rng, model, 1), 1, "device").ttft_ms, 0
 
         ways = {"evicted": partial(crowd, "device"), "device": partial(crowd, ""), "one": alone}
         taken = lesson.in_turn(ways, arguments.rounds)

@@ -43,7 +43,7 @@ def ratio(over: list[float], under: list[float]) -> dict:
 
 def ttft(requests: list[Request]) -> list[float]:
     """Return the TTFT of each request in ms."""
-    return [request.outcome.ttft_ms for request in requests]
+    return [request.ttft_ms for request in requests]
 
 
 def is_slower(ratios: list[float], by: float = 0.03) -> bool:

@@ -23,11 +23,11 @@ from pathlib import Path
 from benchmarks import measure, tables
 from benchmarks.measure import AS_IT_IS, draw, modelled, ratio, spread
 from common.estimates import Estimates
-from common.machine import machine_of
 from common.requests import Request
 from common.restoring import Restorer
 from common.store import StoredChunks
 from shell import lesson, modelled_link
+from shell.machine import machine_of
 
 CHAPTERS = "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free", "06_bidirectional"
 paged, offload, hidden_states, planned, both_ends = map(importlib.import_module, CHAPTERS)
@@ -45,7 +45,7 @@ def links_of(model) -> dict[str, float]:
 
 def engine_of(model, blocks: int, cache=None, always: bool = False):
     """Return chapter 02's engine over a Cache. `always`: restore every match, even if computing is faster."""
-    return paged.Engine(paged.Runner(model, blocks), cache and Restorer(cache, Estimates(always=always)))
+    return paged.Engine(paged.Runner(model, blocks), cache and Restorer(cache, Estimates(machine_of(model), always)))
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def keep(engine, history: list[int]) -> float:
     ms."""
     link = engine.lower_tier.cache.save_link
     measure.change_speed(engine, link, link, modelled_link.Bandwidth(1e15))
-    return lesson.ask(engine, history).outcome.ttft_ms
+    return lesson.ask(engine, history).ttft_ms
 
 
 def once(engine, prompt: list[int]) -> dict:
@@ -74,7 +74,7 @@ def once(engine, prompt: list[int]) -> dict:
     time.sleep(0.02)  # as if the request came after a pause
     before = engine.counts["bytes_in"]
     request = lesson.ask(engine, prompt)
-    return dict(ttft_ms=request.outcome.ttft_ms, new=request.new, spans=request.timeline.as_json(),
+    return dict(ttft_ms=request.ttft_ms, new=request.new, spans=request.timeline.as_json(),
                 tokens=request.cached_tokens - request.found.get("gpu", 0),
                 bytes=engine.counts["bytes_in"] - before)
 
@@ -230,7 +230,7 @@ def saving(model, arguments, at_once: int = 16, tokens: int = 64):
         lesson.wait_until_idle(engine)
     for began, ended in engine.sorted:
         one.timeline.add("sort", "rows", began, ended)
-    yield dict(at_once=at_once, tbt_ms=one.outcome.tbt_ms, spans=one.timeline.as_json())
+    yield dict(at_once=at_once, tbt_ms=one.tbt_ms, spans=one.timeline.as_json())
 
 
 PARTS = {"ttft": (behind_histories, ["classroom", "random:long", measure.TRAINED]),

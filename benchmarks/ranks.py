@@ -51,7 +51,7 @@ def rank(ranks, arguments) -> list[dict]:
         def ask(engine=engine) -> list[float]:
             lesson.wait_until_idle(engine, "device")
             before, agreements = engine.counts.copy(), ranks.agreements
-            ttft = lesson.ask(engine, history + draw(rng, model, QUESTION)).outcome.ttft_ms
+            ttft = lesson.ask(engine, history + draw(rng, model, QUESTION)).ttft_ms
             return [ttft, ranks.agreements - agreements, *(engine.counts[what] - before[what] for what in ("bytes_in", "steps"))]
 
         samples, *counts = zip(*lesson.in_turn({keep: ask}, arguments.rounds)[keep])

@@ -186,7 +186,7 @@ def once(engine, history: list[int], before, question: list[int]) -> dict:
     time.sleep(0.02)  # let threads that note the use of files end
     size, disk = engine.counts["bytes_in"], fetched()
     request = lesson.ask(engine, history + question)
-    return dict(ttft_ms=request.outcome.ttft_ms, new=request.new, found=request.found, fetched=fetched() - disk,
+    return dict(ttft_ms=request.ttft_ms, new=request.new, found=request.found, fetched=fetched() - disk,
                 bytes=engine.counts["bytes_in"] - size)  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def computed(engine, history: list[int], question: list[int]) -> dict:
     """Ask an engine without a lower tier after it has evicted everything, and again while it has the
     history."""
     (alone, hit) = (lesson.ask(engine, history + question, evict=pool) for pool in ("device", ""))
-    return dict(ttft_ms=alone.outcome.ttft_ms, new=alone.new, hit_ms=hit.outcome.ttft_ms)
+    return dict(ttft_ms=alone.ttft_ms, new=alone.new, hit_ms=hit.ttft_ms)
 
 
 def restored(model, arguments):

@@ -185,7 +185,7 @@ def policies(model, arguments, tokens: int = 1024):
         def once(policy: str, question: list[int]) -> Request:
             return ask_under(policy, both if policy == "both_ends" else engine, history + question)
 
-        alone = statistics.median(once("computed", bench.draw(ASKED)).outcome.ttft_ms for _ in range(4))
+        alone = statistics.median(once("computed", bench.draw(ASKED)).ttft_ms for _ in range(4))
         for r, always in ((1.0, True), (2.0, False)):
             for each in engine, both:
                 slow_storage(each, modelled_link.Bandwidth(size / (1e-3 * r * alone)))

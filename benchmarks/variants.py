@@ -94,7 +94,7 @@ def saving(model, arguments, new: int = 32, tokens: int = 512):
             def tbt(engine, running=running) -> float:
                 lesson.wait_until_idle(engine)
                 requests = engine.generate([Request(document + draw(rng, model, 16), new) for _ in range(running)])
-                return statistics.mean(request.outcome.tbt_ms for request in requests)
+                return statistics.mean(request.tbt_ms for request in requests)
 
             taken = lesson.in_turn({name: partial(tbt, engine) for name, engine in engines.items()}, arguments.rounds)
             ways = {name: dict(tbt_ms=spread(samples), tbt_over_nothing=ratio(samples, taken["nothing"]),

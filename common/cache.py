@@ -8,11 +8,13 @@ and requeues the request if a copy fails, so that the engine recomputes its toke
 import logging
 import time
 from collections import defaultdict, deque
+from collections.abc import Generator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from common.link import Transfer
 from common.requests import Request, RequestQueue
 
 
@@ -23,16 +25,41 @@ class Match:
     tokens: int  # never includes the request's last token, whose logits are needed
     # Estimated time until all are restored, including the wait for transfers that are already queued
     seconds: float
-    blocks: list  # where the tokens are (in 07 also a Prefetch); only the Cache itself reads this
-    found: dict | None = None  # source (a key of Request.found) -> tokens; default: all from "cpu"
-    rows: int = 0  # rows that `restore` projects or computes in each layer (04, 05); 0: it only copies
-    # The part of each step (0 to 1) that this request would get if its tokens were computed instead of
-    # restored (06)
+    blocks: list  # where the tokens are; only the Cache itself reads this
+    found: dict[str, int]  # tier (a key of Request.found) -> tokens that come from it
+    rows: int = 0  # rows that `restore` projects or computes in each layer; 0: it only copies
+    # The part of each step (0 to 1) that this request would get if its tokens were computed
     share: float = 1.0
-    trial: bool = False  # the estimate says recompute; load anyway, to measure the speed
 
-    def __post_init__(self):
-        self.found = self.found or {"cpu": self.tokens}
+
+@dataclass(eq=False)
+class Restoration:
+    """The restoration of tokens [start, end) of one request.
+
+    The Cache restores them layer by layer: their K and V are in the request's blocks for the first `layers`
+    layers. The next step computes the tokens from `end` on. Before each layer, its forward pass waits until
+    that layer's K and V have arrived.
+
+    A Cache that restores in another order has a class of its own (`Cache.restoration_class`), in which the
+    last three members have other values."""
+
+    request: Request
+    match: Match
+    start: int
+    end: int
+    deadline: float  # time.perf_counter() after which an incomplete copy is late
+    generator: Generator | None = None  # of Cache.restore; None: it has ended
+    layers: int = 0  # layers whose K and V are restored
+    awaited: Transfer | None = None  # what the generator yielded last, until it is complete
+    completed: list[Transfer] = field(default_factory=list)  # transfers that it awaited earlier
+
+    computes = False  # whether the next step may compute missing tokens, so that no step waits for copies
+    keeps_part = False  # whether what has arrived stays in the request's blocks if the rest fails
+
+    @property
+    def restored(self) -> int:
+        """Number of tokens that the Cache, and not the engine, has brought back. Read once all are there."""
+        return self.end - self.start
 
 
 class Cache:
@@ -56,26 +83,23 @@ class Cache:
 
     def match(self, request: Request):
         """Find the tokens that can be restored. Called after admission, and again after each complete
-        restoration of the request.
+        restoration of the request. The blocks of `request.chain` from number `request.computed // block size`
+        up to `request.history // block size` are missing.
 
-        Returns: a Match of tokens that follow `request.computed` (which may lie inside a block), or None. All
-        tokens that `restore` would load must be available now: their copies or writes into this tier must
-        have completed. In 06 the Match also covers tokens that no tier has, if they come before the tokens to
-        load; the engine computes them."""
+        Returns: a Match of tokens that follow `request.computed`, or None. All tokens that `restore` would
+        load must be available now: their copies or writes into this tier must have completed."""
 
-    def restore(self, request: Request, restoration: "Restoration", match: Match):  # noqa: F821
+    def restore(self, request: Request, restoration: Restoration, match: Match):
         """Bring tokens [restoration.start, restoration.end) into the blocks of `request.table`.
 
         This is a generator. It starts copies and yields each Transfer that must complete before it continues.
         It yields None after a portion of work, so that other requests can run. It adds 1 to
-        `restoration.layers` when a layer's K and V are written. In 06 it lowers `restoration.limit` instead,
-        when tokens are restored. It returns when all layers are restored. In 06 it returns when no chunk is
-        left to load, or when loading has reached the computed tokens.
+        `restoration.layers` when a layer's K and V are written, and returns when all layers are restored.
 
         The driver resumes the generator, and may close it at any yield. The blocks of a copy must stay
         referenced until the copy completes, even if the generator is closed first. Either call `hold` before
         the next yield; or keep a reference in the generator, and in a `finally` clause hand it over to `hold`
-        with `given` (04, 06)."""
+        with `given`."""
         yield from ()
 
     def save(self, batch: "Batch"):  # noqa: F821
@@ -88,24 +112,6 @@ class Cache:
         """End threads, and release files and connections. Called once, when the engine closes."""
 
     # Helpers
-    def missing(self, request: Request) -> list:
-        """Return the keys of the full blocks after `request.computed` that a lower tier could restore.
-
-        The first of them is the block that contains token `request.computed`."""
-        size = self.pool.block_size
-        return request.chain[request.computed // size : request.history // size]
-
-    def tokens_in(self, request: Request, blocks: list) -> int:
-        """Return how many tokens after `request.computed` these blocks hold.
-
-        The first block is the one that contains token `request.computed`."""
-        size = self.pool.block_size
-        return (request.computed // size + len(blocks)) * size - request.computed
-
-    def blocks_of(self, request: Request, start: int, count: int) -> list[int]:
-        """-> `count` of the request's device blocks, from the block of token `start` on."""
-        return request.table[start // self.pool.block_size :][:count]
-
     def hold(self, lane: str, transfers: list, *held, given: tuple = (), then: object = lambda arrived: None):
         """Keep blocks referenced until all `transfers` are complete, even if the request ends first.
 
@@ -149,32 +155,31 @@ class Cache:
 
     # Optional
     fields: dict = {}  # request options that this chapter adds: name -> (test, words for a valid value)
-    pools: dict = {}  # name -> BlockPool, for the web page
+    pools: dict = {}  # name -> BlockPool: for the web page, and for marking blocks as used
     storage = None  # a Storage or StoredChunks whose errors `poll` counts
+    restoration_class = Restoration
+    agree = bool  # agree(fact): whether the fact holds on all ranks, if several processes run one engine
 
     def submitted(self, request: Request):
-        """Start a prefetch (07). Called when a request is queued or re-queued. By then, `request.chain` has
-        the keys of all full blocks of its tokens."""
+        """Start a prefetch. Called when a request is queued or re-queued. By then, `request.chain` has the
+        keys of all full blocks of its tokens."""
 
     def waits(self, request: Request) -> bool:
-        """Return True to keep the request queued while its tokens are prefetched (07).
+        """Return True to keep the request queued while its tokens are prefetched, for at most
+        `estimates.max_wait`.
 
         Called at admission, before the request gets blocks."""
         return False
 
     def save_layer(self, layer: int, hidden: torch.Tensor, batch: "Batch"):  # noqa: F821
-        """Keep a layer's input `hidden` [T, D] (04). Called in the forward pass, before the layer runs.
+        """Keep a layer's input `hidden` [T, D]. Called in the forward pass, before the layer runs.
 
         On a GPU the next pass overwrites `hidden`, so keep a copy."""
 
     def on_evict(self, lost: list):
-        """Read device blocks before they lose their contents (07). `lost`: (block, block key) pairs.
+        """Read device blocks before they lose their contents. `lost`: (block, block key) pairs.
 
         The device pool calls this before it evicts; afterwards the blocks are free."""
 
     def finished(self, request: Request):
         """Forget a request. Called when it finishes, fails, is cancelled or is preempted."""
-
-    def agree(self, fact: bool) -> bool:
-        """-> whether `fact` holds on all ranks (09). With one process, this is `fact` itself."""
-        return fact

@@ -1,4 +1,4 @@
-"""Copies between device memory and host memory, which overlap with computation; and worker threads.
+"""Copies between device memory and host memory, which overlap with computation.
 
     link = Link("load", clock)                         # in cuda_link.py; one per direction; copies in order
     transfer = link.copy(dst, src, "layer 0")          # returns at once, and never raises
@@ -14,20 +14,17 @@ The caller must not reuse the memory that a transfer reads or writes before the 
 `Link`, in cuda_link.py, is for a GPU. Without a GPU, use `ModelledLink` in shell/modelled_link.py. It has the
 same methods and the same contract."""
 import math
-import os
-import queue
 import sys
 import threading
 import time
-import weakref
 from collections import deque
-from contextlib import suppress
 from itertools import pairwise
 
 import numpy
 import torch
 
 NUM_SAMPLES = 8     # the latest samples of a speed
+FRESH_SECONDS = 60.0    # older samples do not count
 HANG_SECONDS = 1.0  # a job that runs longer is taken to hang, and no request may wait for its lane
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}     # bytes -> dtype
 
@@ -84,43 +81,31 @@ class Transfer:
         return self.start, self.end
 
 
-def cancel(transfers):
-    """Cancel transfers that are no longer needed."""
-    for transfer in transfers:
-        transfer.cancel()
-
-
 # 2. Lanes ---------------------------------------------------------------------------------------------------
 
 class Speed:
     """The speed of one kind of work, in units per second.
 
-    It is the fastest of the last NUM_SAMPLES samples, because noise only ever makes a sample slower.
-    `unmeasured` is the speed before the first sample."""
+    It is the fastest of the last NUM_SAMPLES samples that are younger than FRESH_SECONDS, because noise only
+    ever makes a sample slower. `unmeasured` is the speed if there is no such sample."""
 
     def __init__(self, unmeasured: float):
-        self.unmeasured, self.samples = unmeasured, deque(maxlen=NUM_SAMPLES)
+        self.unmeasured, self.samples = unmeasured, deque(maxlen=NUM_SAMPLES)   # (time, units per second)
 
     def record(self, units: float, seconds: float):
         """Add a sample: `units` of work took `seconds`."""
-        self.samples.append(units / seconds)
-
-    def forget(self):
-        """Drop all samples."""
-        self.samples.clear()
+        self.samples.append((time.perf_counter(), units / seconds))
 
     @property
     def value(self) -> float:
         """The speed, in units per second."""
-        return max(self.samples, default=self.unmeasured)
-
-    def seconds(self, units: float) -> float:
-        """-> estimated seconds for `units` of work; infinite if the speed is 0."""
-        return units / self.value if self.value else math.inf
+        while self.samples and self.samples[0][0] < time.perf_counter() - FRESH_SECONDS:
+            self.samples.popleft()
+        return max((speed for _, speed in self.samples), default=self.unmeasured)
 
 
 class Lane:
-    """A queue of transfers that are executed one after the other. Links and workers are lanes."""
+    """A queue of transfers that are executed one after the other. Links and worker threads are lanes."""
 
     measured_from = 1           # bytes; smaller transfers are too short to measure a speed
     latency = 0.0               # seconds of a transfer of 0 bytes
@@ -143,80 +128,11 @@ class Lane:
     def speed(self) -> float:
         """-> bytes per second. Measures the lane if there is no sample."""
         self.reap_completed()
-        return self.measured.value if self.measured.samples else self.measure()
+        return self.measured.value if self.measured.value < math.inf else self.measure()
 
     def seconds(self, size: int, transfers: int = 1) -> float:
         """-> estimated seconds until `size` more bytes would arrive, after all transfers in flight."""
         return transfers * self.latency + (self.reap_completed() + size) / self.speed()
-
-
-class Worker(Lane):
-    """A thread that executes jobs one after the other. It is a daemon thread, so a job that hangs does not
-    keep the process alive."""
-
-    def __init__(self, name: str, wake=lambda: None, background=False):
-        """`wake`: called after each job. `background`: run at the lowest priority, because no request waits
-        for these jobs."""
-        super().__init__(name)
-        self.wake, self.jobs, self.closed = wake, queue.SimpleQueue(), threading.Event()
-        self.began = [math.inf]             # start of the current job; infinite while there is none
-        # Pass parts of `self`, since a thread that references `self` would keep it from being collected
-        arguments = self.jobs, self.closed, self.began, wake, background
-        self.thread = threading.Thread(target=run_jobs, args=arguments, daemon=True)
-        self.close = weakref.finalize(self, stop_worker, self.jobs, self.closed, self.thread)
-
-    def submit(self, label: str, size: int, function, *arguments, model=None) -> Transfer:
-        """Call `function(*arguments)` on the thread.
-
-        `size`: bytes, for the lane's speed. `model(start)`: the time at which modelled hardware would have
-        completed a job that started at `start`. The transfer completes no earlier; the thread sleeps until
-        then. Returns: a Transfer, whose `value` becomes the function's result."""
-        transfer = Transfer(self.name, label, size)
-        self.in_flight.append(transfer)
-        self.jobs.put((transfer, model, function, arguments))
-        if self.thread.ident is None:
-            self.thread.start()
-        self.reap_completed()
-        return transfer
-
-    @property
-    def hangs(self) -> bool:
-        """Whether the current job has been running for more than HANG_SECONDS."""
-        return time.perf_counter() - self.began[0] > HANG_SECONDS
-
-
-def run_jobs(jobs: queue.SimpleQueue, closed: threading.Event, began: list, wake, background: bool):
-    """The worker's thread: execute jobs until None comes. An exception fails the job's transfer, not the
-    thread."""
-    if background:      # yield the core to all other threads (Linux has a priority per thread)
-        with suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    free = 0.0          # when the modelled lane has completed its last job
-    while (job := jobs.get()) is not None:
-        transfer, model, function, arguments = job
-        start, error = max(transfer.issued, free), TransferError("cancelled")
-        if not transfer.cancelled:
-            transfer.start, began[0] = start, time.perf_counter()
-            try:
-                transfer.value, error = function(*arguments), None
-            except Exception as raised:
-                error = raised
-            began[0], free = math.inf, time.perf_counter()
-            if model and error is None:         # real copies may be slower than the model
-                free = max(free, model(start))
-                closed.wait(max(0.0, free - time.perf_counter()))
-        transfer.finish(start, max(start, free), error)
-        transfer = function = arguments = model = job = error = None    # free the tensors that they reference
-        wake()
-
-
-def stop_worker(jobs: queue.SimpleQueue, closed: threading.Event, thread: threading.Thread):
-    """Stop the worker's thread, and join it for at most HANG_SECONDS, because the thread must not be inside
-    PyTorch when the interpreter exits."""
-    closed.set()
-    jobs.put(None)
-    if thread.ident is not None and thread is not threading.current_thread():
-        thread.join(HANG_SECONDS)
 
 
 # 3. Blocks --------------------------------------------------------------------------------------------------
@@ -253,30 +169,9 @@ def paired(dst: list[torch.Tensor], src: list[torch.Tensor], pairs: BlockPairs |
     return zip(dst, src)
 
 
-def move(dst: list[torch.Tensor], src: list[torch.Tensor], pairs: BlockPairs | None):
-    """Copy in host memory on one core. NumPy copies on one core, while PyTorch would use all of them."""
-    for pair in paired(dst, src, pairs):
-        to, out_of = map(as_integers, pair)
-        for first, at, count in pairs.runs if pairs else [(0, 0, len(to))]:
-            numpy.copyto(to[first : first + count], out_of[at : at + count])
-
-
-def as_integers(tensor: torch.Tensor) -> numpy.ndarray:
-    """-> the tensor's memory as a NumPy array of integers, because NumPy has no bfloat16."""
-    return tensor.view(INTEGERS[tensor.itemsize]).numpy()
-
-
 def as_lists(*sides) -> list[list[torch.Tensor]]:
     """-> each side as a list of tensors."""
     return [[side] if isinstance(side, torch.Tensor) else list(side) for side in sides]
-
-
-def written_part(dst: list[torch.Tensor], pairs: BlockPairs | None) -> list[torch.Tensor]:
-    """Return a view of each destination that has the shape and strides of the part that a copy writes.
-
-    With `pairs`, it is the first len(pairs.to) blocks, although the copy may write to other blocks. Use only
-    its shape, strides and size."""
-    return [to[: len(pairs.to)] for to in dst] if pairs else dst
 
 
 def host_memory(shape, dtype, device, what: str) -> torch.Tensor:

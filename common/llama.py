@@ -10,11 +10,11 @@ Batches are flat: the T tokens of a batch are in one row, and may belong to many
 Positions and caches are arguments; no module stores the state of a request. The loop over the layers is in
 the engines (chapters 01 and 02), because later chapters change it.
 
-Sources: Touvron et al., "LLaMA" (2023); RoFormer (Su et al., 2021) for rotary embedding; Llama 3.1's
-frequency scaling as published with its weights."""
+Other families add biases, norms or another RoPE (shell/families.py).
+
+Sources: Touvron et al., "LLaMA" (2023); RoFormer (Su et al., 2021) for rotary embedding."""
 import math
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -34,18 +34,17 @@ class LlamaConfig:
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: dict = field(default_factory=dict)   # {} or {"rope_type": "linear" | "llama3", ...}
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False          # normalize each head of q and k before RoPE
-    no_rope_layers: tuple = ()     # layers without RoPE
     tie_word_embeddings: bool = False
 
     @property
     def kv_numbers_per_token(self) -> int:
         """Numbers in one token's keys and values, in all layers."""
         return self.num_hidden_layers * 2 * self.num_key_value_heads * self.head_dim
+
+    def rotary_frequencies(self) -> torch.Tensor:
+        """-> the angle per position of each pair of numbers, [hd/2] float32."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        return 1.0 / self.rope_theta ** exponents
 
 
 class Linear(nn.Linear):
@@ -66,7 +65,7 @@ class Rotary(nn.Module):
         table = torch.empty(config.max_position_embeddings, 2, config.head_dim, **where)   # [P, 2, hd]
         self.register_buffer("table", table, persistent=False)
         if not table.is_meta:                                          # a meta tensor has no data
-            angles = torch.outer(torch.arange(len(table)).float(), rotary_frequencies(config))   # [P, hd/2]
+            angles = torch.outer(torch.arange(len(table)).float(), config.rotary_frequencies())   # [P, hd/2]
             table[:, 0] = torch.cat((angles, angles), -1).cos()
             table[:, 1] = torch.cat((-angles, angles), -1).sin()
 
@@ -75,38 +74,21 @@ class Rotary(nn.Module):
         return self.table[positions].unsqueeze(2).unbind(1)
 
 
-def rotary_frequencies(config: LlamaConfig) -> torch.Tensor:
-    """-> each pair's angle per position, [hd/2] float32, with the config's rope_scaling applied."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta ** exponents                 # [hd/2]
-    scaling = config.rope_scaling
-    if scaling.get("rope_type") == "linear":
-        return frequencies / scaling["factor"]
-    if scaling.get("rope_type") == "llama3":
-        # Stretch slow pairs by `factor`, keep fast pairs, blend the pairs between them.
-        turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        keep = ((turns - low) / (high - low)).clamp(0, 1)              # 0: stretched, 1: unchanged
-        return keep * frequencies + (1 - keep) * frequencies / scaling["factor"]
-    return frequencies
-
-
 class Layer(nn.Module):
     """One transformer layer. Chapters 04, 05 and 08 call its parts one at a time."""
 
-    def __init__(self, config: LlamaConfig, rotates: bool = True, **where):
+    def __init__(self, config: LlamaConfig, index: int = 0, **where):
+        """`index`: the layer's number. `where`: dtype and device."""
         super().__init__()
         hidden, head_dim, intermediate = config.hidden_size, config.head_dim, config.intermediate_size
-        self.head_dim, self.rotates = head_dim, rotates
+        self.index, self.head_dim = index, head_dim
         self.attention_norm = nn.RMSNorm(hidden, config.rms_norm_eps, **where)
-        self.q_proj = Linear(hidden, config.num_attention_heads * head_dim, config.qkv_bias, **where)
-        self.kv_proj = Linear(hidden, 2 * config.num_key_value_heads * head_dim, config.qkv_bias, **where)
-        norm = partial(nn.RMSNorm, head_dim, config.rms_norm_eps, **where) if config.qk_norm else nn.Identity
-        self.q_norm, self.k_norm = norm(), norm()
-        self.o_proj = Linear(config.num_attention_heads * head_dim, hidden, config.output_bias, **where)
+        self.q_proj = Linear(hidden, config.num_attention_heads * head_dim, False, **where)
+        self.kv_proj = Linear(hidden, 2 * config.num_key_value_heads * head_dim, False, **where)
+        self.o_proj = Linear(config.num_attention_heads * head_dim, hidden, False, **where)
         self.mlp_norm = nn.RMSNorm(hidden, config.rms_norm_eps, **where)
-        self.gate_up_proj = Linear(hidden, 2 * intermediate, config.mlp_bias, **where)
-        self.down_proj = Linear(intermediate, hidden, config.mlp_bias, **where)
+        self.gate_up_proj = Linear(hidden, 2 * intermediate, False, **where)
+        self.down_proj = Linear(intermediate, hidden, False, **where)
 
     def project_kv(self, hidden, rotation):
         """Project a layer's input to K and V, for a restoration.
@@ -120,12 +102,10 @@ class Layer(nn.Module):
         The forward pass and all restorations call this, so that their K and V are equal."""
         kv = self.kv_proj(normed)                                                # [T, 2*KVH*hd]
         k, v = kv.view(len(normed), 2, -1, self.head_dim).unbind(1)              # [T, KVH, hd] each
-        return self.rotate(self.k_norm(k), rotation), v
+        return self.rotate(k, rotation), v
 
     def rotate(self, x, rotation):
-        """Apply RoPE to `x`, which is q or k [T, H, hd], if this layer uses RoPE."""
-        if not self.rotates:
-            return x
+        """Apply RoPE to `x`, which is q or k [T, H, hd]."""
         cos, sin = rotation                                                      # [T, 1, hd] each
         swapped = x.roll(self.head_dim // 2, dims=-1)       # [T, H, hd]: swap the two halves
         return torch.addcmul(x * cos, swapped, sin)
@@ -136,7 +116,7 @@ class Layer(nn.Module):
         `hidden` [T, D]: the layer's input. `rotation`: cos and sin of its T positions."""
         normed = self.attention_norm(hidden)                                     # [T, D]
         q = self.q_proj(normed).view(len(normed), -1, self.head_dim)             # [T, H, hd]
-        return self.rotate(self.q_norm(q), rotation), *self.keys_values(normed, rotation)
+        return self.rotate(q, rotation), *self.keys_values(normed, rotation)
 
     def after_attention(self, hidden, out):
         """Apply the output projection and the MLP.
@@ -194,7 +174,8 @@ def upload(numbers, device) -> torch.Tensor:
 class Llama(nn.Module):
     """The model: embedding, layers, final norm, head. Weights are allocated but not set; shell/checkpoint.py
     loads them."""
-    def __init__(self, config: LlamaConfig, dtype=torch.float32, device="cpu"):
+    def __init__(self, config: LlamaConfig, dtype=torch.float32, device="cpu", layer=Layer):
+        """`layer`: the class of the layers."""
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.digest = b""  # SHA-256 of config and weights, set by checkpoint.load; part of each block key
@@ -202,9 +183,7 @@ class Llama(nn.Module):
         where = dict(dtype=dtype, device=device)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))
         self.rotary = Rotary(config, **where)
-        self.layers = nn.ModuleList(
-            Layer(config, number not in config.no_rope_layers, **where)
-            for number in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layer(config, index, **where) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, **where)
         self.head = Linear(config.hidden_size, config.vocab_size, False, **where)
         if config.tie_word_embeddings:

@@ -3,10 +3,11 @@ finds its blocks by these keys. Within this process the key object is used, and 
 digest."""
 
 import hashlib
-import itertools
 import struct
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
+
+from common.requests import Request
 
 
 @dataclass(eq=False)
@@ -17,7 +18,6 @@ class BlockKey:
     parent: "BlockKey | None" = field(repr=False)
     tokens: tuple
     digest: bytes  # SHA-256 of the parent's digest and the tokens: the key outside this process
-    used: int = 0  # counter value at its last use; every pool evicts the smallest first
 
 
 class BlockKeys:
@@ -31,12 +31,12 @@ class BlockKeys:
         `size`: tokens per block."""
         self.namespace, self.size = hashlib.sha256(namespace.encode()).digest(), size
         self.known: WeakValueDictionary[tuple, BlockKey] = WeakValueDictionary()
-        self.uses = itertools.count(1)  # the use counter, which all keys share
 
-    def extend(self, chain: list[BlockKey], tokens: list[int], salt: str = "") -> list[BlockKey]:
-        """Append a key to `chain` for each further full block of `tokens`, and return `chain`.
+    def extend(self, chain: list[BlockKey], request: Request) -> list[BlockKey]:
+        """Append a key to `chain` for each further full block of the request's tokens, and return `chain`.
 
-        Requests with different `salt` never share a key."""
+        Requests with different `cache_salt` never share a key."""
+        tokens, salt = request.tokens, request.options.get("cache_salt", "")
         while (end := (len(chain) + 1) * self.size) <= len(tokens):
             parent, block = chain[-1] if chain else None, tuple(tokens[end - self.size : end])
             block_key = self.known.get((parent or salt, block))
@@ -46,9 +46,3 @@ class BlockKeys:
                 block_key = self.known[parent or salt, block] = BlockKey(parent, block, digest)
             chain.append(block_key)
         return chain
-
-    def use(self, chain: list[BlockKey]):
-        """Mark a chain as the most recently used, in every tier that holds it. Of its blocks, the last one
-        will be evicted first."""
-        for block_key in reversed(chain):
-            block_key.used = next(self.uses)

@@ -1,8 +1,8 @@
-"""Requests, their results, and the queue that every engine is built on.
+"""Requests, and the queue that every engine is built on.
 
 A client submits a Request to an engine and reads the request's `pieces`: pieces of text while the answer is
-written, then the outcome, which is a Result or an exception. Only the engine calls the request's `push` and
-`finish`."""
+written, then the Request itself, which now holds the result, or an exception. Only the engine calls the
+request's `push` and `finish`."""
 import logging
 import math
 import queue
@@ -18,8 +18,6 @@ import torch
 
 from common import sampling
 from common.timeline import Timeline
-
-ATTEMPTS = 3                       # how often a step is run if it raises each time
 
 # 1. Errors --------------------------------------------------------------------------------------------------
 
@@ -57,35 +55,12 @@ def in_words(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-# 2. Request and result --------------------------------------------------------------------------------------
-
-class Result:
-    """A finished answer. Times are in milliseconds."""
-
-    def __init__(self, request: "Request"):
-        first, last, later = request.times[0], request.times[-1], len(request.times) - 1
-        self.id = request.id
-        self.text = request.writer.text if request.writer else ""
-        self.tokens = request.new                       # of the answer only
-        self.finish_reason = request.finish_reason      # "stop" (end token, stop string) or "length"
-        self.usage = dict(prompt_tokens=request.prompt_tokens, cached_tokens=request.cached_tokens,
-                          completion_tokens=len(request.new))
-        hits = [f"{tier}_hit" for tier, tokens in request.found.items() if tokens]
-        self.source = "mixed" if len(hits) > 1 else (hits or ["miss"])[0]
-        self.found = request.found                      # tier -> prompt tokens; all others were computed
-        self.decisions = request.decisions              # why matches were loaded or not
-        self.ttft_ms = (first - request.received) * 1e3                 # request received to first token
-        self.tbt_ms = (last - first) / later * 1e3 if later else None   # mean time between later tokens
-        self.timeline = request.timeline
-
-    def as_json(self) -> dict:
-        """-> all attributes, with the timeline as a list of spans."""
-        return {**vars(self), "timeline": self.timeline.as_json()}
-
+# 2. Request -------------------------------------------------------------------------------------------------
 
 @dataclass(eq=False)
 class Request:
-    """One request: its prompt and options, its answer so far, and the state that the engine keeps for it."""
+    """One request: its prompt and options, its answer so far, and the state that the engine keeps for it.
+    Once it has finished, it is also the result."""
     # The request
     tokens: list[int]              # the prompt, then the answer's tokens so far
     max_tokens: int
@@ -102,21 +77,23 @@ class Request:
     prompt_tokens: int = field(init=False)
     new: list[int] = field(default_factory=list)                # the answer's tokens so far
     times: list[float] = field(default_factory=list)            # perf_counter() of each of `new`
-    finish_reason: str | None = None
-    outcome: Result | Exception | None = None
+    finish_reason: str | None = None                            # "stop" (end token, stop string) or "length"
+    outcome: str | Exception | None = None                      # its finish_reason, or why it failed
     pieces: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     timeline: Timeline = field(default_factory=Timeline)
-    found: dict[str, int] = field(default_factory=dict)         # tier -> prompt tokens found in it
-    decisions: list[str] = field(default_factory=list)          # one sentence each
+    found: dict[str, int] = field(default_factory=dict)         # tier -> prompt tokens; others were computed
+    decisions: list[str] = field(default_factory=list)          # why matches were loaded or not
     # State of chapter 02's engine
     table: list[int] = field(default_factory=list)              # its blocks, in token order
     chain: list = field(default_factory=list)                   # the BlockKeys of its full blocks
     computed: int = 0              # number of leading tokens whose K and V are in its blocks
+    next: int = 0                  # first token that the next step computes; later than `computed` while
+                                   # the tokens between the two are being restored
+    portion: float = math.inf      # most tokens that a restoration lets the next step compute
     registered: int = 0            # number of leading blocks whose keys are in the pool's index
     restoration: "Restoration | None" = None  # noqa: F821  # the restoration that is under way
     readmitted: bool = False       # it was preempted, or its restoration failed
     must_compute: bool = False     # compute all tokens, because a restoration has failed
-    wait_deadline: float = 0.0     # time.perf_counter() until which a prefetch may delay it
     memo: object = None            # state that the Cache keeps for this request; the engine does not read it
 
     def __post_init__(self):
@@ -132,16 +109,6 @@ class Request:
         return len(self.tokens) - 1
 
     @property
-    def next(self) -> int:
-        """Position of the first token that the next step computes."""
-        return self.restoration.next if self.restoration else self.computed
-
-    @property
-    def compute_end(self) -> int:
-        """Position before which the next step must stop."""
-        return self.restoration.compute_end if self.restoration else len(self.tokens)
-
-    @property
     def pending(self) -> int:
         """Number of tokens to compute before the next token can be sampled."""
         return len(self.tokens) - self.next
@@ -151,9 +118,40 @@ class Request:
         """Number of prompt tokens that were found in a cache, in all tiers together."""
         return sum(self.found.values())
 
+    @property
+    def text(self) -> str:
+        """The answer's text so far."""
+        return self.writer.text if self.writer else ""
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Numbers of tokens."""
+        return dict(prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens,
+                    completion_tokens=len(self.new))
+
+    @property
+    def source(self) -> str:
+        """Where the prompt was found: "miss", "mixed", or a tier as in "cpu_hit"."""
+        hits = [f"{tier}_hit" for tier, tokens in self.found.items() if tokens]
+        return "mixed" if len(hits) > 1 else (hits or ["miss"])[0]
+
+    @property
+    def ttft_ms(self) -> float:
+        """Milliseconds from receiving the request to its first token."""
+        return (self.times[0] - self.received) * 1e3
+
+    @property
+    def tbt_ms(self) -> float | None:
+        """Mean milliseconds between later tokens; None if there is only one token."""
+        later = len(self.times) - 1
+        return (self.times[-1] - self.times[0]) / later * 1e3 if later else None
+
     def sample(self, logits: torch.Tensor) -> int:
-        """Sample the next token from `logits` [V]."""
-        return sampling.sample([self], logits[None], sampling.likeliest(logits[None]))[0]
+        """-> the next token, from `logits` [V]; -1 if they are not finite numbers."""
+        (token,) = sampling.likeliest(logits[None])
+        if self.temperature and token >= 0:
+            return sampling.draw(logits, self.temperature, self.top_k, self.top_p, self.generator)
+        return token
 
     def push(self, token: int):
         """Append a sampled token, put finished text into `pieces`, and set `finish_reason` if the answer is
@@ -178,9 +176,9 @@ class Request:
             self.pieces.put(piece)
 
     def finish(self, error: Exception | None = None):
-        """Set the outcome, a Result or `error`, and put it into `pieces`. Called once, by the engine."""
-        self.outcome = error or Result(self)
-        self.pieces.put(self.outcome)
+        """Set the outcome, and put the request or `error` into `pieces`. Called once, by the engine."""
+        self.outcome = error or self.finish_reason
+        self.pieces.put(error or self)
 
 
 # 3. The queue of an engine ----------------------------------------------------------------------------------
@@ -190,7 +188,7 @@ class RequestQueue:
 
     Any thread may call `submit` and `cancel`. Only one thread may call `step`. A subclass has a `model`,
     implements `step` (which calls `take_arrivals` first, and `finish` for each request that ends) and
-    `release` (which frees a running request's memory)."""
+    `release` (which frees the memory of a request that was in `waiting` or `running`)."""
 
     fields, pools = {}, {}         # options that the chapter adds; and name -> BlockPool
     explain = False                # --explain: print each event of a step
@@ -204,7 +202,6 @@ class RequestQueue:
         self.running: list[Request] = []                        # oldest first
         self.completed: deque[Request] = deque(maxlen=8)        # the latest, for the page
         self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0, gpu_hits=0, misses=0)
-        self.failures = 0                                       # failed steps in a row
 
     def check(self, request: Request):
         """Raise BadRequest if the request can never fit into memory."""
@@ -259,17 +256,6 @@ class RequestQueue:
         if self.arrivals:
             raise Interrupted
 
-    def step_failed(self, work: list[tuple[Request, int]], error: Exception):
-        """Count a step that raised; the engine then runs it again. After ATTEMPTS failures in a row, end the
-        step's requests with Unavailable."""
-        self.failures += 1
-        if self.failures == ATTEMPTS:
-            self.failures = 0
-            logging.getLogger("kv").error("a step failed %s times", ATTEMPTS, exc_info=error)
-            for request, _ in work:
-                words = f"A step failed {ATTEMPTS} times ({in_words(error)}); ask again."
-                self.finish(request, Unavailable(words))
-
     @contextmanager
     def contain(self, request: Request | None = None):
         """Context manager: an exception inside fails only this request. Without a request, the exception is
@@ -283,36 +269,26 @@ class RequestQueue:
             if request:
                 self.finish(request, error)
 
-    def answer(self, requests: list[Request], tokens: list[int]):
-        """Give each request its next token, and finish the requests that are complete or have no valid
-        token."""
-        for request, token in zip(requests, tokens):
-            with self.contain(request):
-                if isinstance(token, Exception):                # sampling failed
-                    raise token
-                request.push(token)
-                if request.finish_reason:
-                    self.finish(request)
 
     def finish(self, request: Request, error: Exception | None = None):
-        """End a request with its Result, or with `error`: release its memory, count it, and send the outcome
-        to the client.
+        """End a request, or fail it with `error`: release its memory, count it, and send the outcome to the
+        client.
 
         The request may be waiting, running, or not enqueued yet. A second call has no effect."""
         if request.outcome is not None:
             return
-        if request in self.running:
-            self.release(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+        for requests in self.running, self.waiting:
+            if request in requests:
+                requests.remove(request)
+                self.release(request)
         self.log_event("finish", [request])
         request.finish(error)
         if error is None:
             self.completed.append(request)
-            self.counts.update(request.outcome.usage, finished=1)
-            hits = {f"{tier}_hits": 1 for tier, tokens in request.found.items() if tokens}
-            self.counts.update(hits or ["misses"])
-            self.counts.update({f"{tier}_hit_tokens": tokens for tier, tokens in request.found.items()})
+            self.counts.update(request.usage, finished=1)
+            for tier, tokens in request.found.items():
+                self.counts.update({f"{tier}_hits": int(tokens > 0), f"{tier}_hit_tokens": tokens})
+            self.counts["misses"] += not request.cached_tokens
         else:
             self.counts["cancelled" if isinstance(error, ClientDisconnected) else "failed"] += 1
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy
 
-from common.link import Speed, Transfer, Worker
+from common.link import Speed, Transfer
 
 BACKLOG = 256  # jobs; a storage's writer gets no further ones while this many wait for it
 
@@ -33,10 +33,10 @@ class StoredChunks:
     def __init__(self, *storages: "Storage"):
         self.storages, self.turn = storages, cycle(storages)  # round-robin
 
-    def open(self, wake):
-        """Start the threads of all storages. `wake`: called after each of their jobs."""
+    def open(self, lane):
+        """Prepare all storages; `lane`: see Storage.open."""
         for storage in self.storages:
-            storage.open(wake)
+            storage.open(lane)
 
     def keys(self, key: bytes, parts: int) -> list[bytes]:
         """-> a key of 32 bytes for each part of the chunk `key`."""
@@ -121,10 +121,10 @@ class Storage:
         self.doubted: set[bytes] = set()  # keys whose latest read or write failed, until written again
         self.failing: set[str] = set()  # names of the methods whose latest call raised
 
-    def open(self, wake):
-        """Start the threads. `wake`: called after each job."""
-        self.reader, self.writer = Worker("storage", wake), Worker("save", wake, background=True)
-        self.asker = Worker("ask", wake)  # lookups do not wait for long reads
+    def open(self, lane):
+        """Make the threads. `lane(name, background)`: makes one (shell/workers.py: Worker)."""
+        self.reader, self.writer = lane("storage"), lane("save", background=True)
+        self.asker = lane("ask")  # lookups do not wait for long reads
 
     def exists(self, keys: list[bytes]) -> Transfer:
         """Look up keys, and mark them as used.

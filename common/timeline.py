@@ -1,5 +1,6 @@
 """When each lane was busy: the spans of a request. On a GPU, a point in time is a CUDA event."""
 import time
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -55,12 +56,13 @@ class Span(NamedTuple):
     end: float
 
 
+@dataclass
 class Timeline:
-    """The spans of one request, and its plan (05, 06; 07 with both_ends)."""
-    def __init__(self):
-        self.began = time.perf_counter()
-        self.spans: list[Span] = []
-        self.plan: dict | None = None       # {"title", "rows": [[label, letters]], "legend": {letter: words}}
+    """The spans of one request."""
+    began: float = field(default_factory=time.perf_counter)
+    spans: list[Span] = field(default_factory=list)
+    # How a chapter restored the tokens: {"title", "rows": [[label, letters]], "legend": {letter: words}}
+    plan: dict | None = None
 
     def add(self, lane: str, label: str, start: float, end: float, idle: tuple = ()):
         """Add a span. Times are time.perf_counter().

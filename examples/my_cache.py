@@ -37,15 +37,17 @@ class MyCache(Cache):
 
     def match(self, request):
         """Called when a request is admitted: offer the blocks that host memory has, up to the first gap."""
-        if found := self.host.find(self.missing(request)):
+        size = self.pool.block_size
+        if found := self.host.find(request.chain[request.computed // size : request.history // size]):
             seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
-            return Match(self.tokens_in(request, found), seconds, found)
+            return Match(len(found) * size, seconds, found, {"cpu": len(found) * size})
 
     def restore(self, request, restoration, match):
         """Issue the copies of all layers, then yield each one. The driver resumes this generator when that
         copy has completed. `hold` keeps the blocks referenced until all copies have ended, even if the
         request is cancelled."""
-        table, transfers = self.blocks_of(request, restoration.start, len(match.blocks)), []
+        table = request.table[restoration.start // self.pool.block_size :][: len(match.blocks)]
+        transfers = []
         blocks = links.BlockPairs(table, match.blocks)
         for layer, sides in enumerate(zip(self.pool.memory, self.host.memory)):
             device, host = (side.transpose(0, 1) for side in sides)  # [blocks, 2, block_size, KVH, hd] each

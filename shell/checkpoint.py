@@ -20,11 +20,13 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from tqdm import tqdm
 
 from common.llama import Llama, LlamaConfig
 from shell import limits, random_models
 from shell.config import ModelError, read_config
+from shell.families import layer_of
 from shell.linear import speed_up
 from shell.pieces import Pieces
 
@@ -89,7 +91,7 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, sharding):
     dtype, place = pick_dtype(dtype, device, configs[0]), "cpu" if on_host else device
     model = allocate(config, dtype, place, name, sharding)
     places = weights(model)
-    whole = weights(Llama(replace(config, tie_word_embeddings=False), dtype, "meta"))
+    whole = weights(Llama(replace(config, tie_word_embeddings=False), dtype, "meta", layer_of(config)))
     if name.startswith("random:"):
         tensors = random_models.random_tensors(whole, device)
     else:
@@ -182,12 +184,12 @@ def read_tokenizer(folder: Path):
 def allocate(config: LlamaConfig, dtype: torch.dtype, device: str, name: str, sharding=None) -> Llama:
     """Return a Llama with room for the weights. Raises ModelError if there is not enough free memory."""
     config = sharding.config(config) if sharding else config
-    size = weight_bytes(Llama(config, dtype, "meta"))
+    size = weight_bytes(Llama(config, dtype, "meta", layer_of(config)))
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else limits.free_host_memory()
     if size > free:
         raise ModelError(f"{name} takes {size / 1e9:.1f} GB in {str(dtype)[6:]}, but {free / 1e9:.1f} GB are "
                          "free; choose a smaller model or a 16-bit --dtype.")
-    model = Llama(config, dtype, device)
+    model = Llama(config, dtype, device, layer_of(config))
     if sharding:
         sharding.divide(model)
     return model
@@ -203,7 +205,7 @@ def weights(model: Llama) -> dict[str, torch.Tensor]:
         named["lm_head.weight"] = model.head.weight
     for index, layer in enumerate(model.layers):
         for own, names in NAMES.items():
-            for kind, tensor in getattr(layer, own).named_parameters():
+            for kind, tensor in getattr(layer, own, nn.Identity()).named_parameters():
                 for name, part in zip(names, tensor.chunk(len(names))):
                     named[f"model.layers.{index}.{name}.{kind}"] = part
     return {name: tensor.detach() for name, tensor in named.items()}

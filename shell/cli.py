@@ -8,8 +8,18 @@ from pathlib import Path
 
 import torch
 
-from common.requests import Request, RequestError, Result
-from shell import charts, check_signals, checkpoint, exit_process, handle_signals, lesson, limits, to_json
+from common.requests import Request, RequestError
+from shell import (
+    charts,
+    check_signals,
+    checkpoint,
+    exit_process,
+    handle_signals,
+    lesson,
+    limits,
+    texts,
+    to_json,
+)
 from shell.frontend import Frontend, check_messages
 
 
@@ -111,7 +121,7 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
             print(f"{result.text * engine.explain}\n\n{summary(result)}")     # --explain's lines came first
         finally:
             engine.close()
-        report, timelines = result.as_json(), [result.timeline]
+        report, timelines = texts.result_json(result), [result.timeline]
 
     # 4. The files of --json and --trace
     if arguments.json:
@@ -120,10 +130,10 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
         charts.write_trace(timelines, arguments.trace)
 
 
-def answer(engine, request: Request) -> Result:
+def answer(engine, request: Request) -> Request:
     """Step the engine until a request has its answer, and print the text as it is decoded.
 
-    Returns: the Result. Raises the request's error."""
+    Returns: the finished request. Raises the request's error."""
     engine.submit(request)
     while not request.pieces.empty() or request.outcome is None:
         check_signals()
@@ -133,10 +143,10 @@ def answer(engine, request: Request) -> Result:
             raise piece
         elif isinstance(piece, str) and not engine.explain:
             print(piece, end="", flush=True)
-    return request.outcome
+    return request
 
 
-def summary(result: Result) -> str:
+def summary(result: Request) -> str:
     prompt, cached, new = result.usage.values()
     tbt = "" if result.tbt_ms is None else f", TBT {result.tbt_ms:.1f} ms"
     return "\n".join([f"{prompt} prompt tokens, {cached} of them cached ({result.source}); {new} new; "

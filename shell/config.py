@@ -3,6 +3,7 @@ import math
 import sys
 
 from common.llama import LlamaConfig
+from shell.families import FamilyConfig
 
 FAMILIES = "llama", "mistral", "qwen2", "qwen3", "smollm3"
 NUMBERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -51,14 +52,15 @@ def read_config(raw: dict) -> LlamaConfig:
     fields = {name: numbers.pop(name) for name in ROPES[scaling]}
     bias = family in ("llama", "qwen3", "smollm3") and config.attention_bias        # other families ignore it
     turned = config.no_rope_layers if family == "smollm3" else ()
-    return LlamaConfig(
-        **numbers | {"max_position_embeddings": read_context(config)},
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+    own = dict(
         rope_scaling={"rope_type": scaling, **fields} if fields else {},
         qkv_bias=bias or family == "qwen2", output_bias=bias, qk_norm=family == "qwen3",
         mlp_bias=family in ("llama", "smollm3") and config.mlp_bias,
-        no_rope_layers=tuple(number for number, turns in enumerate(turned) if not turns),
-        tie_word_embeddings=bool(config.tie_word_embeddings))
+        no_rope_layers=tuple(number for number, turns in enumerate(turned) if not turns))
+    return (FamilyConfig if any(own.values()) else LlamaConfig)(
+        **numbers | {"max_position_embeddings": read_context(config)},
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        tie_word_embeddings=bool(config.tie_word_embeddings), **own if any(own.values()) else {})
 
 
 def read_context(config) -> int:

@@ -6,14 +6,33 @@ import torch
 from common.cuda_link import CudaTransfer, Link
 from common.link import BlockPairs
 from common.requests import in_words
-from shell import warn_once
+from shell import cli, warn_once
 from shell.checkpoint import ModelError
-from shell.modelled_link import Bandwidth, LikeA100, ModelledLink, speed
+from shell.copy_kernels import limited_stream, queue_blocks
+from shell.modelled_link import Bandwidth, LikeA100, ModelledLink, leave_a_core, speed
 
 
-def add_option(parser):
+def add_options(parser):
+    """Add the options of every chapter with a second tier in host memory."""
+    number, words = cli.bounded(int, 0, 1 << 26), "blocks in host memory (four times the device's)"
+    parser.add_argument("--cpu-blocks", type=number, metavar="N", help=words)
+    parser.add_argument("--always-restore", action="store_true", help="load even if computing is faster")
+    add_link(parser)
+
+
+def add_link(parser):
     words = "speed of the modelled link, without a GPU; auto (default): as for an A100"
     parser.add_argument("--link", type=speed, default="auto", metavar="GB/S", help=words)
+
+
+def host_blocks(model, arguments, block_bytes: int) -> int:
+    """Return the number of blocks in host memory: --cpu-blocks, if that option is given.
+
+    Default: 4 x --gpu-blocks. Without --gpu-blocks: 4 x --max-running x the blocks of the longest context.
+    The default is never more than a quarter of free host memory."""
+    context = -(-model.config.max_position_embeddings // arguments.block_size)  # blocks
+    useful, cpu = 4 * (arguments.gpu_blocks or arguments.max_running * context), torch.device("cpu")
+    return cli.blocks_that_fit(arguments.cpu_blocks, useful, block_bytes, cpu, "--cpu-blocks")
 
 
 def bandwidth(model, asked: Bandwidth | None = None) -> Bandwidth | None:
@@ -24,28 +43,36 @@ def bandwidth(model, asked: Bandwidth | None = None) -> Bandwidth | None:
         raise ModelError("--link is for machines without a GPU, and this machine has one; leave --link out.")
 
 
-def connect(name: str, clock, bandwidth=None, wake=lambda: None, background=False) -> Link | ModelledLink:
+def connect(name: str, clock, bandwidth=None, wake=lambda: None, background=False, beside=None):
     """Return one direction of the link: the GPU's, or without a GPU a modelled one.
 
-    `bandwidth`: of a modelled link, a Bandwidth or bytes/s. The other arguments: see the two classes."""
+    `bandwidth`: of a modelled link, a Bandwidth or bytes/s. `beside`: the model that computes few rows while
+    a modelled link copies (`leave_a_core`). The other arguments: see the two classes."""
     if clock.device.type == "cuda":
         return CheckedLink(name, clock)
-    return ModelledLink(name, clock, bandwidth, wake, background)
+    link = ModelledLink(name, clock, bandwidth, wake, background)
+    if beside:
+        leave_a_core(link, beside)
+    return link
 
 
 class CheckedLink(Link):
-    """A GPU's link that checks its copy kernel once, at the start.
+    """A GPU's link whose kernel copies scattered blocks (shell/copy_kernels.py). It checks this kernel once,
+    at the start.
 
-    If the check fails, or if a copy by the kernel raises later, the copy engine copies all blocks from then
+    `backend`: "direct" (the copy engine) or "kernel"; None: choose for each copy. If the check fails, or if a copy by the kernel raises later, the copy engine copies all blocks from then
     on, and one line says so."""
 
     def __init__(self, name: str, clock):
-        super().__init__(name, clock)
+        super().__init__(name, clock, limited_stream())
         try:
             self.check()
             self.backend = None
         except Exception as error:
             self.distrust(error)
+
+    def copy_blocks(self, to, out_of, pairs: BlockPairs):
+        queue_blocks(to, out_of, pairs, self.backend)
 
     def copy(self, dst, src, label: str, pairs: BlockPairs | None = None) -> CudaTransfer:
         """Copy as `Link.copy` does. If this raises an exception, try again with the copy engine.

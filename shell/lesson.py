@@ -5,10 +5,10 @@ import time
 
 import torch
 
-from common.machine import flops, machine_of
 from common.requests import BadRequest, Request
 from shell import checkpoint, texts
 from shell.frontend import Frontend
+from shell.machine import flops, machine_of
 
 TURNS = [
     "Read this: The lamp is in the attic. Anna lives in Rome. The password of the safe is tiger. My cat is "
@@ -141,7 +141,7 @@ def say(engine, frontend: Frontend, messages: list[dict], text: str, max_tokens:
     wait_until_idle(engine, evict)
     messages.append(dict(role="user", content=text))
     (request,) = engine.generate([frontend.request(messages=messages, max_tokens=max_tokens)])
-    messages.append(dict(role="assistant", content=request.outcome.text))
+    messages.append(dict(role="assistant", content=request.text))
     return request
 
 
@@ -180,7 +180,7 @@ class Larger:
 
         Each call evicts the device pool first, so that the history must be restored."""
         engine = self.make(self.model, self.blocks, cache)
-        return lambda: ask(engine, self.history + self.draw(ASKED), 1, "device").outcome.ttft_ms
+        return lambda: ask(engine, self.history + self.draw(ASKED), 1, "device").ttft_ms
 
     def over_links(self, caches: list, project: float):
         """Set the modelled link of `caches` to one speed of LINKS after the other.
@@ -208,3 +208,11 @@ def table(title: str, taken: dict[str, list[float]], name: str, unit: str) -> li
         print(f"  {case:{width}} |{bar:36}| {middle:9.1f} {unit}   {least:.1f} to {most:.1f}")
         rows.append({"table": title, "case": case, name: middle, "min": least, "max": most})
     return rows
+
+
+def describe(label: str, request: Request) -> dict:
+    """Print one line about a finished request, and return it as a row of the demo's table."""
+    row = dict(phase=label, source=request.source, found=request.found, ttft_ms=request.ttft_ms)
+    found = f"{request.cached_tokens:5} of {request.prompt_tokens} tokens found"
+    print(f"  {label:17} {request.source:8} {found}, TTFT {request.ttft_ms:.1f} ms")
+    return row

@@ -7,12 +7,14 @@ transfer's time depends on its bytes and on its number of contiguous pieces. All
 import math
 import time
 from functools import partial
+from weakref import WeakSet
 
 import torch
 
-from common.link import Transfer, Worker, as_lists, move, written_part
-from common.machine import machine_of
+from common.link import Transfer, as_lists
 from shell import cli
+from shell.machine import projected_rows
+from shell.workers import Worker, move
 
 # Llama-2-7B on an A100: seconds to project hidden states, over seconds to transfer them. The two are equal at
 # 24 GB/s (HCache, EuroSys '25, section 6.1), and the link has 32 GB/s.
@@ -20,6 +22,7 @@ A100 = 32 / 24
 LATENCY = 10e-6     # seconds per transfer
 # Seconds per contiguous piece; in a batch, 4 to 8 KiB take 0.6 to 1.6 us (H100; vLLM, PR 42212)
 PIECE = 1e-6
+FEW_ROWS = 64       # a pass of so few rows, which runs beside copies, waits for them anyway
 
 
 class ModelledLink(Worker):
@@ -36,7 +39,8 @@ class ModelledLink(Worker):
 
     def copy(self, dst, src, label: str, pairs=None) -> Transfer:
         dst, src = as_lists(dst, src)
-        written, runs = written_part(dst, pairs), len(pairs.runs) if pairs else 1
+        written = [to[: len(pairs.to)] for to in dst] if pairs else dst
+        runs = len(pairs.runs) if pairs else 1
         pieces = sum(count_pieces(to.shape, to.stride(), at.stride(), runs) for to, at in zip(written, src))
         size = sum(to.nbytes for to in written)
         model = partial(self.bandwidth.arrival, size=size, pieces=pieces)
@@ -45,11 +49,30 @@ class ModelledLink(Worker):
     def landing(self, shape, dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def measure(self) -> float:
+    def speed(self) -> float:
+        """-> bytes per second. This is hardware: its speed is not learned, and does not change."""
         return self.bandwidth.value
 
     def __str__(self):
         return str(self.bandwidth)
+
+
+def leave_a_core(link: ModelledLink, model):
+    """While `link` copies, let each forward pass of at most FEW_ROWS rows use one thread less.
+
+    After each matrix product, PyTorch's threads spin for a while. If there were one for each core, one of
+    them would share its core with the copying thread, and every product would wait for this slow thread."""
+    def before_first_layer(layer, given):
+        copying = any(not transfer.ready for each in model.links for transfer in each.in_flight)
+        free = int(copying and len(given[0]) <= FEW_ROWS)
+        if free != model.cores_left:
+            torch.set_num_threads(max(1, torch.get_num_threads() + model.cores_left - free))
+            model.cores_left = free
+
+    if not hasattr(model, "links"):     # one hook for all engines of this model
+        model.links, model.cores_left = WeakSet(), 0
+        model.layers[0].register_forward_pre_hook(before_first_layer)
+    model.links.add(link)
 
 
 class Bandwidth:
@@ -91,19 +114,12 @@ class LikeA100(Bandwidth):
     """A link that is as slow for this processor as PCIe 4 is for an A100.
 
     Restoring a layer from its hidden states takes A100 times as long as their transfer, as for Llama-2-7B on
-    an A100. The projection is measured once, together with prefill. A prefill that is faster than all before
-    raises the bandwidth in proportion."""
-
-    began, seconds = 0.0, 1.0
+    an A100. The projection's processor time is measured once, on one thread, so that other processes do not
+    change the result."""
 
     def __init__(self, model):
-        self.machine = machine_of(model)
-        # Hidden states of a token in a layer
-        self.row_bytes = model.config.hidden_size * model.dtype.itemsize
-
-    @property
-    def values(self) -> list[float]:
-        return [A100 * self.row_bytes * self.machine.fastest / self.machine.projecting]
+        row_bytes = model.config.hidden_size * model.dtype.itemsize   # hidden states of a token in a layer
+        super().__init__(A100 * row_bytes * projected_rows(model))
 
     def __str__(self):
         return f"{super().__str__()}, as for an A100: restoring a layer takes {A100:.2f} times its transfer"

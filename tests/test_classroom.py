@@ -105,5 +105,5 @@ def test_the_model_answers_as_its_readme_says():
     for question, answer in examples:
         messages.append(dict(role="user", content=question))
         (request,) = engine.generate([frontend.request(messages=messages)])
-        assert request.outcome.text == answer
+        assert request.text == answer
         messages.append(dict(role="assistant", content=answer))

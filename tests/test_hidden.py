@@ -63,7 +63,7 @@ def test_rows_that_are_computed_again_are_kept_once():
     ask_and_evict(engine, PROMPT, 1)
     engine.lower_tier.estimates.computing.record(1e18, 1.0)
     moved = engine.counts["bytes_out"]
-    assert ask(engine, PROMPT + [3], 1).outcome.source == "miss"
+    assert ask(engine, PROMPT + [3], 1).source == "miss"
     wait_until_idle(engine)
     assert engine.counts["bytes_out"] == moved > 0
     check_pools(engine)
@@ -79,7 +79,7 @@ def test_a_block_that_begins_as_a_copy_fails_is_not_found_when_the_rest_arrives(
     assert not cache.store.pool.block_of, "later blocks are not found, either"
     evict(engine)
     again = ask(engine, PROMPT[:40], 8)
-    assert ORACLE.judge(again) == "equal" and again.outcome.source == "miss"
+    assert ORACLE.judge(again) == "equal" and again.source == "miss"
     assert found(engine, PROMPT[:40]) == 32, "blocks are saved when they are computed again"
     check_pools(engine)
 

@@ -15,7 +15,7 @@ import torch
 from conftest import ROOT
 
 from common import link as links
-from common.link import BlockPairs, TransferError, Worker
+from common.link import BlockPairs, TransferError
 from common.timeline import Clock
 from shell import hardware
 from shell.modelled_link import LATENCY, PIECE, Bandwidth, LikeA100, ModelledLink
@@ -218,7 +218,7 @@ def test_restoring_and_transfer_have_the_ratio_that_llama_2_7b_has_on_an_a100_an
 
 def test_the_speed_is_measured_unless_one_is_asked_for_and_one_that_cannot_be_is_refused(capsys):
     parser = argparse.ArgumentParser()
-    hardware.add_option(parser)
+    hardware.add_link(parser)
     words = [], ["--link=2.5"], ["--link=0.1:2:0.5@0.3"]
     auto, asked, trace = (hardware.bandwidth(tiny_model(), parser.parse_args(each).link) for each in words)
     assert isinstance(auto, LikeA100) and 1e5 < auto.value < 1e14 and asked.value == 2.5e9
@@ -258,7 +258,7 @@ def test_pages_are_in_as_many_pieces_as_the_lesson_says(layout, order):
     shape, pages = (8, 6, 2, 16, 4, 8), [1, 2, 3, 4]  # layers, pages, K and V, tokens, heads, head size
     host = torch.zeros([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(6)])
     device = torch.zeros(2, 6, 16, 4, 8).transpose(0, 1)  # one layer of a device pool
-    counted, link, value = [], make(Bandwidth(FAST)), links.as_integers(host.permute(1, *(axis for axis in order if axis != 1)))[0]
+    counted, link, value = [], make(Bandwidth(FAST)), workers.as_integers(host.permute(1, *(axis for axis in order if axis != 1)))[0]
     link.bandwidth.arrival = lambda start, size, pieces: counted.append(pieces) or start
     for some in pages[:1], pages, pages[::-1]:
         link.copy(device, host[0], "", BlockPairs(some, some)).wait()

@@ -165,7 +165,7 @@ def test_what_the_device_still_has_is_not_loaded():
     wait_until_idle(engine)
     engine.pool.evict([engine.pool.block_of[block_key] for block_key in chain[4:6]])
     request = ask(engine, PROMPT)
-    assert request.found == {"gpu": 64, "cpu": 32} and request.outcome.source == "mixed"
+    assert request.found == {"gpu": 64, "cpu": 32} and request.source == "mixed"
     assert sum(transfer.bytes for transfer, _ in load.sent) == 2 * BLOCK and ORACLE.judge(request) == "equal"
 
 
@@ -201,7 +201,7 @@ def test_the_least_recently_used_conversation_leaves_the_host_from_its_end(asked
         request = ask(engine, prompt)
         wait_until_idle(engine)
     assert [kept(engine, prompt) for prompt in (A, B, C)] == blocks
-    assert request.outcome.source == "miss" and ask(engine, A).outcome.source == "gpu_hit"
+    assert request.source == "miss" and ask(engine, A).source == "gpu_hit"
 
 
 @pytest.mark.parametrize("budget", [16, 48, 512])

@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 
 from common.link import Transfer
-from common.machine import flops, machine_of
 from common.requests import BadRequest, Request
 from shell import cli, hardware
+from shell.machine import flops, machine_of
 from tests.support import engines
 from tests.support.engines import ORACLE, ask, ask_and_evict, chunk_files, draw, planned, wait_until_idle
 from tests.support.serving import eventually
@@ -153,7 +153,7 @@ def test_reading_counts_once(share, source):
     storage.measured.forget()
     storage.measured.record(9 * cache.store.pool.block_bytes, share * 3600.0)
     request = ask(engine, PROMPT + [3], 1)
-    assert request.outcome.source == source, request.decisions
+    assert request.source == source, request.decisions
 
 
 def test_a_plan_that_has_files_is_taken_at_the_next_start_unless_another_is_named(monkeypatch, tmp_path):

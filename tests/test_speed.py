@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import machine as module
 from common.cache import Match
 from common.estimates import MAX_WAIT
 from common.link import NUM_SAMPLES, Speed
-from common.machine import flops, measure
 from common.requests import Request
+from shell import machine as module
+from shell.machine import flops, measure
 from shell.modelled_link import Bandwidth, LikeA100
 from tests.support.engines import ask, ask_and_evict, check_pools, draw, evict, make, offload, tiny_model
 
@@ -129,7 +129,7 @@ def test_a_trial_that_is_late_costs_its_tenth_and_no_grace():
     cache.restore = restore
     for number in range(8):
         request = ask(engine, prompt, 1, cache_salt="", offload_after=False)
-        assert request.outcome.source == "miss" and len(seen) == (number == 7)
+        assert request.source == "miss" and len(seen) == (number == 7)
         engine.evict("device")
     assert seen == [(0.0, True)]
     assert any("is late: computed" in words for words in request.decisions)

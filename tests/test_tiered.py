@@ -22,9 +22,9 @@ import torch
 from common import store
 from common.estimates import MAX_WAIT
 from common.link import Transfer, TransferError
-from common.machine import flops
 from common.requests import BadRequest, Request, RequestError
 from shell import backends, cli
+from shell.machine import flops
 from shell.modelled_link import Bandwidth
 from shell.ranks import Ranks
 from tests.support import engines, traffic
@@ -943,7 +943,7 @@ def test_what_is_used_on_the_device_is_not_the_oldest_in_storage(kind, tmp_path)
         for prompt in (hot, one, *(draw(rng, 200) for _ in range(6))):
             ask(engine, prompt)
             wait_until_idle(engine)
-            assert ask(engine, hot).outcome.source == "gpu_hit"
+            assert ask(engine, hot).source == "gpu_hit"
     with engine_with(cache_on(kind, tmp_path, 1.0)) as engine:
         assert ask(engine, hot, 4).cached_tokens > 100, "the prompt that was used last is still stored"
         assert ask(engine, one).found == {}, "the prompt that was used once is gone"

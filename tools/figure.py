@@ -44,7 +44,7 @@ def way_of_a_request() -> str:
     """Return the calls of the step that restores 32 tokens and computes the first token of the answer. The
     verbs of common/cache.py that chapter 03 does not override are left out."""
     cache, calls = offload.HostCache(blocks=8, bandwidth=1e9), []
-    engine = make_engine(Restorer(cache, Estimates(always=True)))
+    engine = make_engine(Restorer(cache, Estimates(machine_of(model), True)))
     engine.generate([Request(PROMPT, max_tokens=1)])
     lesson.wait_until_idle(engine, "device")  # when host memory has the blocks, evict them from the device
     boxes = [id(engine), id(engine.lower_tier), id(cache), id(cache.load_link)]

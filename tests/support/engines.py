@@ -18,7 +18,9 @@ from common.restoring import Restorer
 from common.store import Storage, StoredChunks
 from shell import checkpoint
 from shell.backends import in_directories, open_backend
+from shell.families import FamilyConfig, layer_of
 from shell.linear import speed_up
+from shell.machine import machine_of
 from shell.pieces import Pieces
 
 CHAPTERS = (
@@ -93,11 +95,12 @@ def plain_model(seed: int = 0, kv_heads: int = 2, depth: int = 3, **more) -> Lla
     """Return a model with `depth` layers of width 64, 4 heads, a vocabulary of 300, and random weights.
 
     The weights are so large that early tokens change the answer. `more`: other fields of the config."""
-    config = LlamaConfig(
+    kind = FamilyConfig if more else LlamaConfig
+    config = kind(
         vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=depth, num_attention_heads=4,
         num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=CONTEXT, **more,
     )  # fmt: skip
-    model = Llama(config, torch.float32, "cpu")
+    model = Llama(config, torch.float32, "cpu", layer_of(config))
     generator = torch.Generator().manual_seed(seed)
     for name, place in checkpoint.weights(model).items():
         place.copy_(torch.randn(place.shape, generator=generator) * 0.25)
@@ -129,7 +132,7 @@ def make(cache="none", blocks=64, block_size=16, model=None, always_restore=True
     runner = runner or paged.Runner(model, blocks, block_size)
     if model.device.type == "cuda" and isinstance(runner, paged.Runner):
         runner.pieces = Pieces(model)
-    return paged.Engine(runner, cache and Restorer(cache, Estimates(always_restore)), **options)
+    return paged.Engine(runner, cache and Restorer(cache, Estimates(machine_of(model), always_restore)), **options)
 
 
 def draw(rng: random.Random, count: int) -> list[int]:

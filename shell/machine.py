@@ -5,6 +5,7 @@ The two are timed in turn, so that their ratio is right even on a busy machine. 
 slower, so the fastest of several samples counts."""
 
 import time
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -65,26 +66,32 @@ def measure(model, *works) -> tuple[float, ...]:
     return operations / computing, *(operations * seconds / computing for seconds in others)
 
 
+def projection(model):
+    """-> a function that projects ROWS rows in one layer to K and V, and stores them in scattered slots."""
+    config, layers = model.config, cycle(model.layers)
+    rows, device = min(ROWS, config.max_position_embeddings), model.device
+    hidden = torch.randn(rows, config.hidden_size, device=device).to(model.dtype)  # [T, D]
+    rotation = model.rotary(torch.arange(rows, device=device))  # [T, 1, hd] each
+    slots = torch.randperm(rows, device=device)  # [T]
+    shape = 2, rows, config.num_key_value_heads, config.head_dim
+    memory = torch.empty(shape, dtype=model.dtype, device=device)  # [2, T, KVH, hd]
+
+    def project():
+        for side, made in zip(memory, next(layers).project_kv(hidden, rotation)):
+            side.index_copy_(0, slots, made)
+
+    return project
+
+
 class Machine:
     """The speed of this machine with one model. It is measured once, and shared by all engines of that
     model."""
 
     def __init__(self, model):
-        config, layers = model.config, cycle(model.layers)
-        rows, device = min(ROWS, config.max_position_embeddings), model.device
-        hidden = torch.randn(rows, config.hidden_size, device=device).to(model.dtype)  # [T, D]
-        rotation = model.rotary(torch.arange(rows, device=device))  # [T, 1, hd] each
-        slots = torch.randperm(rows, device=device)  # [T]
-        shape = 2, rows, config.num_key_value_heads, config.head_dim
-        memory = torch.empty(shape, dtype=model.dtype, device=device)  # [2, T, KVH, hd]
-
-        def project():
-            for side, made in zip(memory, next(layers).project_kv(hidden, rotation)):
-                side.index_copy_(0, slots, made)
-
-        self.fastest, operations = measure(model, project)  # prefill operations per second
+        self.flops = partial(flops, model.config)
+        self.fastest, operations = measure(model, projection(model))  # prefill operations per second
         # How many prefill operations take as long as projecting one row in one layer
-        self.projecting = operations / rows
+        self.projecting = operations / min(ROWS, model.config.max_position_embeddings)
 
 
 def machine_of(model) -> Machine:
@@ -92,3 +99,21 @@ def machine_of(model) -> Machine:
     if not hasattr(model, "machine"):
         model.machine = Machine(model)
     return model.machine
+
+
+@torch.inference_mode()
+def projected_rows(model) -> float:
+    """Measure how many rows per second all threads together project in one layer.
+
+    The measured work runs on one thread, and its processor time counts. So other processes do not change the
+    result, although they change how long the same work takes on several threads."""
+    threads, project, times = torch.get_num_threads(), projection(model), []
+    torch.set_num_threads(1)
+    try:
+        for _ in range(12):
+            began = time.thread_time()
+            project()
+            times.append(time.thread_time() - began)
+    finally:
+        torch.set_num_threads(threads)
+    return threads * min(ROWS, model.config.max_position_embeddings) / min(times)
