@@ -383,7 +383,7 @@ class Engine(RequestQueue):
 
     def enqueue(self, request: Request):
         """Append a request to the queue, and mark the blocks of its prompt as used, in all tiers."""
-        self.block_keys.extend(request.chain, request)
+        self.block_keys.extend(request.chain, request.tokens, request.salt)
         for pool in self.pools.values():
             pool.use(request.chain)
         self.waiting.append(request)
@@ -416,7 +416,7 @@ class Engine(RequestQueue):
 
         # 3. Is the rest being prefetched? (`start_restoration` decides later whether to load it)
         request.computed = request.next = len(hits) * pool.block_size
-        if not request.must_compute and self.lower_tier.waits(request):
+        if self.lower_tier.waits(request):
             return True
 
         # 4. Admit it
@@ -481,9 +481,7 @@ class Engine(RequestQueue):
         request.readmitted = True
         self.waiting.appendleft(request)
         self.wake.set()  # if no other request can compute, admit it in the next step without sleeping
-        if not request.must_compute:
-            with self.contain(request):
-                self.lower_tier.submitted(request)
+        self.lower_tier.submitted(request)
 
     # Forward pass
 
@@ -536,7 +534,7 @@ class Engine(RequestQueue):
         them."""
         full, chain = request.computed // self.pool.block_size, request.chain
         if full > request.registered:
-            self.block_keys.extend(chain, request)
+            self.block_keys.extend(chain, request.tokens, request.salt)
             for index in range(request.registered, full):
                 self.pool.register(request.table[index], chain[index])
                 if self.filling.get(chain[index]) is request:

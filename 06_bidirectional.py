@@ -176,7 +176,7 @@ class BidirectionalCache(Cache):
     def chain(self, request) -> list:
         """Return a key for each full chunk of the request's tokens."""
         request.memo = request.memo or []
-        return self.block_keys.extend(request.memo, request)
+        return self.block_keys.extend(request.memo, request.tokens, request.salt)
 
     def match(self, request):
         """Offer the longest run of adjacent chunks that storage has. Prefill computes the tokens between

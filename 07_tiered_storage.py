@@ -417,7 +417,7 @@ class TieredCache(offload.HostCache):
                 pages, dirty, host_blocks = dirty[:fits], dirty[fits:], self.host.allocate(fits)
                 copy = self.copy_out([block_of[page] for page in pages], host_blocks)
                 try:
-                    copy.wait(min(self.longest_save, links.HANG_SECONDS + self.save_link.seconds(0)))
+                    copy.wait(min(self.longest_save, workers.HANG_SECONDS + self.save_link.seconds(0)))
                     self.add_to_l2(pages, host_blocks)
                     self.counts["pages_written"] += fits
                 except links.TransferError:

@@ -165,8 +165,7 @@ class Cache:
         keys of all full blocks of its tokens."""
 
     def waits(self, request: Request) -> bool:
-        """Return True to keep the request queued while its tokens are prefetched, for at most
-        `estimates.max_wait`.
+        """Return True to keep the request queued while its tokens are prefetched.
 
         Called at admission, before the request gets blocks."""
         return False

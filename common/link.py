@@ -25,7 +25,6 @@ import torch
 
 NUM_SAMPLES = 8     # the latest samples of a speed
 FRESH_SECONDS = 60.0    # older samples do not count
-HANG_SECONDS = 1.0  # a job that runs longer is taken to hang, and no request may wait for its lane
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}     # bytes -> dtype
 
 # 1. Transfers -----------------------------------------------------------------------------------------------

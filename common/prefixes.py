@@ -7,8 +7,6 @@ import struct
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from common.requests import Request
-
 
 @dataclass(eq=False)
 class BlockKey:
@@ -32,11 +30,10 @@ class BlockKeys:
         self.namespace, self.size = hashlib.sha256(namespace.encode()).digest(), size
         self.known: WeakValueDictionary[tuple, BlockKey] = WeakValueDictionary()
 
-    def extend(self, chain: list[BlockKey], request: Request) -> list[BlockKey]:
-        """Append a key to `chain` for each further full block of the request's tokens, and return `chain`.
+    def extend(self, chain: list[BlockKey], tokens: list[int], salt: str = "") -> list[BlockKey]:
+        """Append a key to `chain` for each further full block of `tokens`, and return `chain`.
 
-        Requests with different `cache_salt` never share a key."""
-        tokens, salt = request.tokens, request.options.get("cache_salt", "")
+        Requests with different `salt` never share a key."""
         while (end := (len(chain) + 1) * self.size) <= len(tokens):
             parent, block = chain[-1] if chain else None, tuple(tokens[end - self.size : end])
             block_key = self.known.get((parent or salt, block))

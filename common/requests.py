@@ -94,6 +94,7 @@ class Request:
     restoration: "Restoration | None" = None  # noqa: F821  # the restoration that is under way
     readmitted: bool = False       # it was preempted, or its restoration failed
     must_compute: bool = False     # compute all tokens, because a restoration has failed
+    wait_deadline: float = 0.0     # time.perf_counter() until which a prefetch may delay it
     memo: object = None            # state that the Cache keeps for this request; the engine does not read it
 
     def __post_init__(self):
@@ -107,6 +108,11 @@ class Request:
     def history(self) -> int:
         """Number of tokens that may come from a cache: all but the last, which is computed for its logits."""
         return len(self.tokens) - 1
+
+    @property
+    def salt(self) -> str:
+        """Requests with different salts share no blocks."""
+        return self.options.get("cache_salt", "")
 
     @property
     def pending(self) -> int:

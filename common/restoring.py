@@ -29,9 +29,7 @@ class Restorer:
         """`estimates`: predicts the seconds of loading and of computing."""
         self.cache, self.estimates = cache, estimates
         self.waited = []  # (start, end) clock marks of the current pass's waits
-        # The Cache itself answers these calls of the engine
-        self.submitted, self.waits = cache.submitted, cache.waits
-        self.poll, self.close = cache.poll, cache.close
+        self.poll, self.close = cache.poll, cache.close  # the Cache itself answers these calls of the engine
 
     # What the engine calls, in the order of a step
 
@@ -48,6 +46,21 @@ class Restorer:
     def busy(self) -> bool:
         """Whether a transfer is in flight, even if no request waits for it."""
         return any(self.cache.in_flight.values())
+
+    def submitted(self, request: Request):
+        """Let the Cache start a prefetch. Called when a request is queued or re-queued."""
+        if not request.readmitted:
+            request.wait_deadline = request.received + self.estimates.max_wait(len(request.tokens))
+        if not request.must_compute:
+            with self.engine.contain(request):
+                self.cache.submitted(request)
+
+    def waits(self, request: Request) -> bool:
+        """Return True to keep the request queued while its tokens are prefetched. Called at admission.
+
+        After the request's `wait_deadline` the answer is always False."""
+        waits = not request.must_compute and self.cache.waits(request)
+        return waits and time.perf_counter() < request.wait_deadline
 
     def start_restoration(self, request: Request):
         """Start to restore the tokens that the Cache offers, if loading them pays. The Cache issues its first

@@ -5,6 +5,7 @@ blocks (04, 05) or chunks of 64 tokens (06) over several Storages. Each block or
 of parts; each part is one value."""
 
 import hashlib
+import math
 import zlib
 from collections import Counter
 from contextlib import suppress
@@ -172,7 +173,7 @@ class Storage:
         it. Returns: the Transfer of the read."""
         key, contents = hashlib.sha256(b"measure %d" % size).digest(), numpy.arange(size).astype(numpy.uint8)
         self.reader.submit("measure", 0, self.track_errors, self.write, [key], [contents])
-        self.reader.measured.forget()
+        self.reader.measured.samples.clear()
         return self.get([key], [contents], "measure")
 
     @property
@@ -183,14 +184,14 @@ class Storage:
 
     def speed(self) -> float:
         """-> bytes per second. Before the first read, the modelled bandwidth or a guess."""
-        if self.measured.samples:
-            return self.measured.value
+        if math.isfinite(speed := self.measured.value):
+            return speed
         return self.bandwidth.value if self.bandwidth else 1e9
 
     def seconds(self, size: int) -> float:
         """Estimate the seconds until `size` bytes would be read, after all queued reads. Returns: 0.0 before
         the first read."""
-        return self.measured.seconds(self.reader.reap_completed() + size)
+        return (self.reader.reap_completed() + size) / self.measured.value
 
     # On the workers' threads
 

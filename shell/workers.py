@@ -10,7 +10,9 @@ from contextlib import suppress
 import numpy
 import torch
 
-from common.link import HANG_SECONDS, INTEGERS, BlockPairs, Lane, Transfer, TransferError, paired
+from common.link import INTEGERS, BlockPairs, Lane, Transfer, TransferError, paired
+
+HANG_SECONDS = 1.0  # a job that runs longer is taken to hang, and no request may wait for its lane
 
 
 class Worker(Lane):

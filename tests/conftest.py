@@ -22,14 +22,13 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from common import link, machine
-from shell import checkpoint, random_models
+from shell import checkpoint, machine, random_models, workers
 from shell.frontend import Frontend
 from tests.support.stub import Engine
 
 LIMIT = 900  # seconds for a test, so that one that waits forever fails and the next test begins
 machine.PAUSE = machine.OPERATIONS = 0.0  # do not measure speed: no test depends on it
-link.HANG_SECONDS = 30.0  # a thread that waits for a core must not count as hanging
+workers.HANG_SECONDS = 30.0  # a thread that waits for a core must not count as hanging
 
 TINY = dict(
     vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,

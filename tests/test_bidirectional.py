@@ -184,7 +184,7 @@ def test_what_a_late_read_writes_is_read_by_nobody():
 
 def slow_prefill(engine, storage, ratio: float):
     """Set speeds so that loading PROMPT takes `ratio` times as long as computing it."""
-    engine.lower_tier.estimates.computing.forget()
+    engine.lower_tier.estimates.computing.samples.clear()
     engine.lower_tier.estimates.computing.record(1.0, 1.0)
     storage.bandwidth = Bandwidth(6 * BYTES / engine.lower_tier.estimates.seconds_to_compute(0, 384) / ratio)
 

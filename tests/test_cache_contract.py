@@ -154,7 +154,7 @@ def test_requests_that_are_cancelled_leave_nothing_and_others_need_them_not(cach
     engines.submit(engine, *asked)
     with faulty(rng, late=1.0, delay=0.05):
         for _ in range(steps):
-            if not engine.running or all(one.restoration is None or engine.lower_tier.ready(one.restoration) for one in engine.running):
+            if not engine.running or all(one.restoration is None or one.restoration.computes for one in engine.running):
                 engine.step()
         for request in asked[:3]:
             engine.cancel(request, ClientDisconnected("gone"))

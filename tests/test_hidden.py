@@ -172,11 +172,11 @@ def test_estimates_are_the_slower_of_link_and_processor_and_are_learned():
     engine, cache = engine_for(bandwidth=1e8, always_restore=False)
     ask(engine, PROMPT, 1)
     wait_until_idle(engine)
-    cache.projecting.forget()
+    cache.projecting.samples.clear()
     cache.projecting.record(1e18, 1.0)  # rows per second
     match = cache.match(asked(engine, PROMPT + [3]))
     assert match.seconds == pytest.approx(9 * cache.store.pool.block_bytes / 1e8, rel=0.1)
-    cache.projecting.forget()
+    cache.projecting.samples.clear()
     cache.projecting.record(1.0, 1.0)
     assert cache.match(asked(engine, PROMPT + [3])).seconds >= 3 * 144
     cache.spans += [(Request(PROMPT, 1), rows, "layer 1", 1.0, 41.0) for rows in (200, 10)]
@@ -304,7 +304,7 @@ def test_storage_that_hangs_costs_what_it_would_have_kept_and_no_more(monkeypatc
         lane.submit("hang", 0, lambda: (begun.wait(), release.wait()))
     begun.wait()
     time.sleep(0.02)
-    monkeypatch.setattr("common.link.HANG_SECONDS", 0.01)
+    monkeypatch.setattr("shell.workers.HANG_SECONDS", 0.01)
     for prompt in (PROMPT + [3], draw(random.Random(8), 200)):
         assert ORACLE.judge(ask(engine, prompt)) == "equal"
     wait_until_idle(engine)  # no transfer of the engine is pending

@@ -101,7 +101,7 @@ def test_back_to_back_transfers_take_the_sum_of_latency_and_bytes_over_bandwidth
 
 
 def test_a_lane_hangs_while_it_works_and_not_while_the_model_has_it_on_its_way(monkeypatch):
-    monkeypatch.setattr("common.link.HANG_SECONDS", 0.0)
+    monkeypatch.setattr("shell.workers.HANG_SECONDS", 0.0)
     lane, gate = Worker("storage"), threading.Event()
     transfer = lane.submit("", 10_000, gate.wait, model=lambda start: start + 3600 * HOURS)
     until = time.monotonic() + 30
@@ -182,7 +182,7 @@ def test_only_whole_transfers_of_64_kib_and_more_say_something_about_the_speed_u
     (transfer := link.copy(*numbered(1 << 16), "")).wait()
     start, end = transfer.span()
     assert link.speed() == transfer.bytes / (end - start) != 1e9
-    link.measured.forget()
+    link.measured.samples.clear()
     assert link.speed() == 1e9
 
 

@@ -256,7 +256,7 @@ def test_behind_what_was_not_copied_nothing_is(blocks):
     cache.drain()
     assert len(cache.host.cached) == (2 if blocks == 2 else 0)
     cache.host.evict(list(cache.host.cached))  # there is room again, but the first two blocks are gone
-    cache.save_link.measured.forget()
+    cache.save_link.measured.samples.clear()
     engines.until_over(engine, request)
     assert kept(engine, request.tokens[:-1]) == len(cache.host.block_of) == (0 if blocks == 2 else 8)
 
@@ -271,7 +271,7 @@ def test_what_is_owed_is_copied_out_when_its_request_is_over_and_takes_no_newer_
         engine.generate([Request(prompt, 1)])
     assert not engine.counts["swap_outs"]
     held.finish(0.0, 0.0)
-    cache.save_link.measured.forget()
+    cache.save_link.measured.samples.clear()
     for newer, older in (6, 0), (0, 6):
         engine.step()
         wait_until_idle(engine)

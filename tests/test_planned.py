@@ -145,12 +145,12 @@ def test_reading_counts_once(share, source):
     """The estimates are set to about an hour, so real times do not matter."""
     engine, cache = engine_for("RHK", chunk_files(), always_restore=False)
     engine.lower_tier.estimates.learn = lambda *work: None
-    engine.lower_tier.estimates.computing.forget()
+    engine.lower_tier.estimates.computing.samples.clear()
     engine.lower_tier.estimates.computing.record(flops(engine.model.config, 0, 144), 3600.0)
     ask_and_evict(engine, PROMPT, 1)
     engine.evict("host")
     (storage,) = cache.storage.storages
-    storage.measured.forget()
+    storage.measured.samples.clear()
     storage.measured.record(9 * cache.store.pool.block_bytes, share * 3600.0)
     request = ask(engine, PROMPT + [3], 1)
     assert request.source == source, request.decisions

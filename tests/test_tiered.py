@@ -135,10 +135,10 @@ def slow_storage(engine, tokens: int):
     """Set the engine's estimates: computing `tokens` tokens takes 1 s, and reading a page takes much longer."""
     estimates, reader = engine.lower_tier.estimates, engine.lower_tier.cache.storage.reader
     estimates.always, estimates.doubtful = False, False
-    estimates.computing.forget()
+    estimates.computing.samples.clear()
     estimates.computing.record(flops(engine.model.config, 0, tokens), 1.0)
     reader.reap_completed()
-    reader.measured.forget()
+    reader.measured.samples.clear()
     reader.measured.record(1e3, 1.0)
 
 
@@ -242,7 +242,7 @@ def test_what_leaves_all_tiers_is_counted(write, fault, monkeypatch):
     """Fourteen prompts on tiers that hold three.
 
     A page that should be in storage at the end and is not was lost, and is counted."""
-    monkeypatch.setattr("common.link.HANG_SECONDS", 60.0)  # long, since the machine may be busy
+    monkeypatch.setattr("shell.workers.HANG_SECONDS", 60.0)  # long, since the machine may be busy
     shelf, rng = Shelf(), random.Random(0)
     with engine_on(shelf, write=write, blocks=24, host=2 if fault == "host" else 30) as engine:
         keep = shelf.set
@@ -305,7 +305,7 @@ def test_what_found_no_room_is_sent_down_when_there_is_though_its_request_is_ove
 
 
 def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counted(monkeypatch):
-    monkeypatch.setattr("common.link.HANG_SECONDS", 0.05)
+    monkeypatch.setattr("shell.workers.HANG_SECONDS", 0.05)
     shelf, rng = Shelf(), random.Random(0)
     with engine_on(shelf, write="write_back", blocks=16, host=4) as engine:
         shelf.set = lambda keys, values: shelf.open.wait(60)
@@ -322,7 +322,7 @@ def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counte
 
 
 def test_an_eviction_waits_as_long_as_its_copy_takes_and_one_that_fails_or_is_late_is_lost_and_never_found(monkeypatch):
-    monkeypatch.setattr("common.link.HANG_SECONDS", 0.25)
+    monkeypatch.setattr("shell.workers.HANG_SECONDS", 0.25)
     rng = random.Random(0)
     with engine_on(Shelf(), write="write_back", blocks=16, host=32) as engine:
         link, counts = engine.lower_tier.cache.save_link, engine.counts
@@ -728,7 +728,7 @@ def test_storage_that_restarts_empty_gets_its_pages_again_and_those_that_nothing
 
 @pytest.mark.parametrize("verb", ["get", "exists"])
 def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch, verb):
-    monkeypatch.setattr("common.link.HANG_SECONDS", 0.05)
+    monkeypatch.setattr("shell.workers.HANG_SECONDS", 0.05)
     with only_stored(200, "timeout", timeout=(1e9, 0.0)) as (engine, shelf, prompt):
         does = getattr(shelf, verb)
         setattr(shelf, verb, lambda keys: shelf.open.wait(60) and does(keys))
@@ -743,7 +743,7 @@ def test_storage_that_hangs_delays_one_request_and_then_nobody(monkeypatch, verb
 @pytest.mark.parametrize("policy", ["wait_complete", "both_ends"])
 @pytest.mark.parametrize("verb", ["get", "exists"])
 def test_nobody_waits_for_storage_that_has_failed_until_it_has_answered_again(verb, policy, monkeypatch):
-    monkeypatch.setattr("common.link.HANG_SECONDS", 1e9)  # the storage fails, and must not count as hanging
+    monkeypatch.setattr("shell.workers.HANG_SECONDS", 1e9)  # the storage fails, and must not count as hanging
     monkeypatch.setattr(tiers, "RETRY_SECONDS", 0.0)
     with only_stored(200, policy) as (engine, shelf, prompt):
         does, broken = getattr(shelf, verb), [True]

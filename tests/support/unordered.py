@@ -92,12 +92,12 @@ def measured_before(speed: float = 1e9):
     `speed`: bytes per second of links, FLOP/s of the processor."""
     def measure(link):
         link.reap_completed()
-        link.measured.forget()
+        link.measured.samples.clear()
         link.measured.record(speed, 1.0)
         return speed
 
-    machine = SimpleNamespace(fastest=speed, projecting=speed / 1e6)
-    with mock.patch.object(cuda_link.Link, "measure", measure), mock.patch.object(estimates, "machine_of", lambda model: machine):
+    machine = SimpleNamespace(fastest=speed, projecting=speed / 1e6, flops=lambda start, end: 1e6 * (end - start))
+    with mock.patch.object(cuda_link.Link, "measure", measure), mock.patch.object(engines, "machine_of", lambda model: machine):
         yield
 
 
