@@ -67,7 +67,7 @@ class HostCache(Cache):
         a GPU."""
         self.blocks, self.bandwidth = blocks, bandwidth
         self.saving: dict = {}  # block key whose copy is in flight -> host block
-        self.saved: dict = {}  # request -> number of leading blocks that `save` has handled
+        self.saved: dict = {}  # request -> its number of full blocks when `save` had room for all of them
 
     # The five required methods of a Cache
 
@@ -100,17 +100,15 @@ class HostCache(Cache):
                 transfer.cancel()
 
     def save(self, batch):
-        """Start to copy the blocks that have become full since the request's last `save`, unless host memory
-        has them. The first `save` of a request also looks at the blocks that it found or restored.
-
-        Host memory may be full of this request's own blocks. Then try again after the request's next step."""
+        """Start to copy each request's full blocks that host memory lacks. If host memory is full of this
+        request's own blocks, try again after the request's next step."""
         for request, _ in batch.work:
-            first, full = self.saved.get(request, 0), request.registered
-            if first < full and request.options.get("offload_after", True):
-                own = zip(request.chain[first:full], request.table[first:full])
+            full = request.registered
+            if self.saved.get(request) != full and request.options.get("offload_after", True):
+                own = zip(request.chain[:full], request.table)
                 unsaved = {block_key: block for block_key, block in own if not self.has_block(block_key)}
-                left = [*unsaved][self.save_blocks(request, unsaved) :]
-                self.saved[request] = request.chain.index(left[0]) if left else full
+                if self.save_blocks(request, unsaved) == len(unsaved):
+                    self.saved[request] = full
 
     def close(self):
         self.close_each(self.load_link, self.save_link)

@@ -1,6 +1,7 @@
 """Requests and results: fields, messages, text with stop strings, sampling, and the front end."""
 import itertools
 from shell.cli import answer, summary
+from shell.texts import result_json
 from types import SimpleNamespace
 
 import pytest
@@ -214,11 +215,10 @@ def test_a_request_ends_with_its_last_token_an_end_token_or_a_stop_string(fronte
         while not request.finish_reason:
             request.push(3 if 3 in request.end_tokens and len(request.new) == 2 else token)
         request.finish()
-        result = request.outcome
-        assert (len(result.tokens), result.text, result.finish_reason) == (count, text, reason)
-        assert request.tokens == [5, 6] + result.tokens and len(request.times) == count
+        assert (len(request.new), request.text, request.finish_reason, request.outcome) == (count, text, reason, reason)
+        assert request.tokens == [5, 6] + request.new and len(request.times) == count
         *pieces, last = [request.pieces.get_nowait() for _ in range(request.pieces.qsize())]
-        assert "".join(pieces) == text and last is result and all(pieces)
+        assert "".join(pieces) == text and last is request and all(pieces)
 
 
 @pytest.mark.parametrize("found,source", [({}, "miss"), (dict(gpu=0), "miss"), (dict(gpu=16), "gpu_hit"),
@@ -231,13 +231,14 @@ def test_a_result_says_where_the_prompt_came_from_and_why(found, source):
     request.push(7)
     request.times[:] = 0.5, 0.75
     request.timeline.add("compute", "prefill 64", 0.25, 0.5)
+    request.finish_reason = "stop"
     request.finish()
-    result = request.outcome
-    assert (result.source, result.ttft_ms, result.tbt_ms) == (source, 500, 250)
-    assert result.usage == dict(prompt_tokens=64, cached_tokens=sum(found.values()), completion_tokens=2)
-    (span,) = result.as_json()["timeline"]      # both times count from the request's arrival
-    assert span["end_ms"] == result.ttft_ms and result.as_json()["found"] == found
-    first, second = summary(result).splitlines()
+    result = result_json(request)
+    assert (request.source, request.ttft_ms, request.tbt_ms) == (source, 500, 250)
+    assert request.usage == dict(prompt_tokens=64, cached_tokens=sum(found.values()), completion_tokens=2)
+    (span,) = result["timeline"]      # both times count from the request's arrival
+    assert span["end_ms"] == result["ttft_ms"] and result["found"] == found
+    first, second = summary(request).splitlines()
     assert f"({source})" in first and "TTFT 500.0 ms, TBT 250.0 ms" in first
     assert second == request.decisions[0]
 
