@@ -73,11 +73,11 @@ import torch
 
 from common import link as links
 from common.llama import upload
-from shell.machine import measure
 from common.requests import BadRequest, Request
 from common.store import StoredChunks
 from shell import charts, lesson
 from shell.frontend import Frontend
+from shell.machine import measure
 
 paged = importlib.import_module("02_paged_kv")
 hidden_states = importlib.import_module("04_hidden_state_cache")

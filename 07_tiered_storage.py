@@ -56,11 +56,12 @@ from itertools import islice, takewhile
 from common import link as links
 from common.cache import Match
 from common.estimates import Estimates
-from shell.workers import as_integers
 from common.requests import BadRequest, Request
 from common.restoring import Restorer
 from shell import backends, charts, hardware, lesson, modelled_link
 from shell.frontend import Frontend
+from shell.machine import machine_of
+from shell.workers import HANG_SECONDS, Worker, as_integers
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 READ = 64  # tokens per read or write of storage, which moves at least one page
@@ -290,7 +291,7 @@ class TieredCache(offload.HostCache):
         # host pages that were used since then
         self.step_began = 0
         if self.storage:
-            self.storage.open(engine.wake.set)
+            self.storage.open(partial(Worker, wake=engine.wake.set))
             self.measure_storage()
 
     def host_memory(self, shape):
@@ -417,7 +418,7 @@ class TieredCache(offload.HostCache):
                 pages, dirty, host_blocks = dirty[:fits], dirty[fits:], self.host.allocate(fits)
                 copy = self.copy_out([block_of[page] for page in pages], host_blocks)
                 try:
-                    copy.wait(min(self.longest_save, workers.HANG_SECONDS + self.save_link.seconds(0)))
+                    copy.wait(min(self.longest_save, HANG_SECONDS + self.save_link.seconds(0)))
                     self.add_to_l2(pages, host_blocks)
                     self.counts["pages_written"] += fits
                 except links.TransferError:

@@ -72,13 +72,14 @@ from common import link as links
 from common import store
 from common.cache import Cache
 from common.estimates import Estimates
-from shell.workers import as_integers
 from common.llama import Linear
 from common.requests import Request, RequestError
 from common.restoring import Restorer
 from shell import backends, charts, checkpoint, hardware, lesson, modelled_link
 from shell.frontend import Frontend
+from shell.machine import machine_of
 from shell.ranks import BroadcastEngine, Ranks, join, of_environment
+from shell.workers import Worker, as_integers
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
 hidden_states = importlib.import_module("04_hidden_state_cache")
@@ -303,7 +304,7 @@ class PageHeadCache(KVCache):
 
     def attach(self, engine):
         super().attach(engine)
-        self.storage.open(engine.wake.set)
+        self.storage.open(partial(Worker, wake=engine.wake.set))
 
     def keys(self, block_keys) -> list[bytes]:
         """Return a storage key for each page and each of this rank's heads, page by page."""

@@ -23,6 +23,7 @@ can read it. Written for vLLM 0.32."""
 import hashlib
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Event
 
 import numpy
@@ -33,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from common.link import Transfer
 from common.store import Storage
 from shell.backends import open_backend
+from shell.workers import Worker
 
 LOOK = 2e-3  # seconds to wait for storage when there is no other work, so that vLLM does not spin
 
@@ -67,7 +69,7 @@ class StorageConnector(base.KVConnectorBase_V1):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.storage = Storage(open_backend(extra["url"], extra.get("config")))
         self.patience, self.wake = extra.get("patience", 5.0), Event()
-        self.storage.open(self.wake.set)
+        self.storage.open(partial(Worker, wake=self.wake.set))
         model, cache, cpu = vllm_config.model_config, vllm_config.cache_config, torch.backends.cpu
         parts = model.model, model.revision, model.dtype, cache.cache_dtype, cache.block_size
         self.name = " ".join(map(str, [vllm.__version__, cpu.get_cpu_capability(), *parts]))

@@ -18,6 +18,7 @@ from common.requests import BadRequest
 from common.store import Storage, StoredChunks
 from shell import warn_once
 from shell.frontend import number
+from shell.workers import Worker
 
 OWN_FILE = re.compile(r"[0-9a-f]{64}\.page(\.[0-9a-f]{32}\.tmp)?")
 PAUSE = 60.0  # seconds before a full file system is cleaned up again, if that did not help
@@ -227,7 +228,7 @@ def attach_storage(cache, storage: Storage | None):
         cache.hold(before, [], then=lambda arrived: Thread(target=before.close, daemon=True).start())
     cache.storage = storage
     if storage:
-        storage.open(engine.wake.set)
+        storage.open(partial(Worker, wake=engine.wake.set))
         cache.measure_storage()
     cache.doubt([page for one in cache.tree.nodes() if one.host_blocks or one.stored for page in one.pages])
     cache.count_lost(writing)

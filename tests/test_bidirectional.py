@@ -11,6 +11,7 @@ from common.link import Transfer, TransferError
 from common.requests import ClientDisconnected, Request
 from common.store import StoredChunks
 from shell.modelled_link import LATENCY, PIECE, Bandwidth
+from shell.workers import Worker
 from tests.support import engines
 from tests.support.engines import ORACLE, ask, both_ends, check_pools, draw, evict, make, wait_until_idle
 
@@ -223,10 +224,10 @@ def test_what_is_computed_with_a_share_of_each_step_is_priced_at_that_share():
     slow_prefill(engine, storage, 8.0)  # loading takes 8 times as long as computing
     engine.lower_tier.estimates.always = False
     request = Request(PROMPT + [7], 1)
-    assert not engine.lower_tier.decide(request, cache.match(request)), "without other requests it gets the whole step"
+    assert not engine.lower_tier.estimates.load_or_compute(request, cache.match(request)), "without other requests it gets the whole step"
     engine.running.append(Request([0], 1))
     match, alone = cache.match(request), engine.lower_tier.estimates.seconds_to_compute(0, 384)
-    assert match.seconds == pytest.approx(alone * 8 * 10 / (8 + 10)) and engine.lower_tier.decide(request, match)
+    assert match.seconds == pytest.approx(alone * 8 * 10 / (8 + 10)) and engine.lower_tier.estimates.load_or_compute(request, match)
     cache.share = 0.0  # loading only
     assert cache.match(request).seconds == pytest.approx(8 * alone)
     cache.share, cache.leftover = 0.1, True
@@ -407,7 +408,7 @@ def test_a_trace_changes_its_speed_in_the_middle_of_a_read():
 
 def test_reads_are_charged_back_to_back_and_those_that_were_called_off_neither_charged_nor_done():
     storage, value = both_ends.ModelledStorage(1e9, 1.0), numpy.ones(8000, "u1")  # 1 byte/s: a read takes hours
-    storage.open(lambda: None)
+    storage.open(Worker)
     storage.write([b"1"], [value])
     places = [numpy.zeros_like(value) for _ in range(4)]
     reads = [storage.get([b"1"], [place]) for place in places]

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +16,9 @@ from conftest import ROOT
 from common import link as links
 from common.link import BlockPairs, TransferError
 from common.timeline import Clock
-from shell import hardware
+from shell import hardware, workers
 from shell.modelled_link import LATENCY, PIECE, Bandwidth, LikeA100, ModelledLink
+from shell.workers import Worker
 from tests.support.engines import tiers, tiny_model
 from tests.support.unordered import pageable
 
@@ -173,17 +173,19 @@ def test_whoever_sleeps_is_woken_when_a_transfer_is_over_well_or_not():
 # 4. Measured speeds -------------------------------------------------------------------------
 
 
-def test_only_whole_transfers_of_64_kib_and_more_say_something_about_the_speed_until_it_is_measured():
-    link = make(1e9)
-    link.copy(*numbered((1 << 16) - 1), "").wait()
-    with pytest.raises(TransferError):
-        link.copy(torch.zeros(1 << 16), torch.zeros(1 << 16, device="meta"), "").wait(30)
-    assert link.speed() == 1e9
-    (transfer := link.copy(*numbered(1 << 16), "")).wait()
+def test_a_lane_learns_its_speed_from_transfers_that_are_whole_and_large_and_a_modelled_link_keeps_its_own():
+    lane, link = Worker("load"), make(1e9)
+    lane.measured_from, lane.measure = 100, lambda: 7.0
+    for size, fails in (99, False), (100, True):
+        transfer = lane.submit("", size, lambda fails=fails: 1 / 0 if fails else None)
+        transfer.completed.wait(30)
+    assert lane.speed() == 7.0
+    (transfer := lane.submit("", 100, time.sleep, 1e-3)).wait(30)
     start, end = transfer.span()
-    assert link.speed() == transfer.bytes / (end - start) != 1e9
-    link.measured.samples.clear()
+    assert lane.speed() == transfer.bytes / (end - start)
+    link.copy(*numbered(1 << 16), "").wait(30)
     assert link.speed() == 1e9
+    lane.close()
 
 
 def test_seconds_count_what_is_queued_and_not_called_off():
@@ -203,8 +205,7 @@ def test_seconds_count_what_is_queued_and_not_called_off():
 
 def test_restoring_and_transfer_have_the_ratio_that_llama_2_7b_has_on_an_a100_and_what_is_printed_says_so(monkeypatch):
     """The model's layer is projected in half a second for 512 tokens. The link has the default speed."""
-    machine = SimpleNamespace(fastest=1024.0, projecting=1.0)
-    monkeypatch.setattr(tiny_model(), "machine", machine, raising=False)
+    monkeypatch.setattr("shell.modelled_link.projected_rows", lambda model: 1024.0)
     auto = LikeA100(tiny_model())
     transfer = 512 * 64 * 4 / auto.value  # seconds to transfer a layer's hidden states
     products, states = 4 * 4096**2, 2 * 4096  # operations and bytes of a token, in a layer of Llama-2-7B
@@ -249,7 +250,7 @@ def test_without_a_gpu_host_memory_is_ordinary_memory_as_it_is_where_it_cannot_b
 def test_a_run_is_adjacent_on_both_sides(to, at, runs):
     assert BlockPairs(to, at).runs == runs
     dst, src = torch.zeros(20, 3), torch.arange(1.0, 61.0).view(20, 3)
-    links.move([dst], [src], BlockPairs(to, at))
+    workers.move([dst], [src], BlockPairs(to, at))
     assert dst[to].tolist() == src[at].tolist() and dst.count_nonzero() == 3 * len(to)
 
 

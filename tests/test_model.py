@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from conftest import TINY, load, write_model
 
-from common.llama import Linear, attention, causal_mask, rotary_frequencies
+from common.llama import Linear, attention, causal_mask
 from common.requests import Request
 from shell import checkpoint, cli, limits
 from shell.checkpoint import reference_model
@@ -315,7 +315,7 @@ def test_a_published_config_gives_the_tokens_of_transformers(name, fields, tmp_p
     assert ("uses a window" in capsys.readouterr().err) == (name in SLIDING)
     prompt = random_prompt(40)
     assert answer(ours, prompt, 20).new == reference_tokens(theirs, prompt, 20)
-    torch.testing.assert_close(rotary_frequencies(ours.config), theirs.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours.config.rotary_frequencies(), theirs.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
 
 
 PARTIAL = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)

@@ -27,6 +27,7 @@ from shell import backends, cli
 from shell.machine import flops
 from shell.modelled_link import Bandwidth
 from shell.ranks import Ranks
+from shell.workers import Worker
 from tests.support import engines, traffic
 from tests.support.engines import ask, check_pools, draw, evict, make, tiered, until_over, wait_until_idle
 from tests.support.faults import faulty
@@ -575,7 +576,7 @@ def test_nobody_waits_for_storage_once_the_device_has_it():
 def opened(backend):
     """Context manager: return (an open storage, three keys, an array for each key)."""
     storage = store.Storage(backend)
-    storage.open(lambda: None)
+    storage.open(Worker)
     yield storage, [bytes([number]) * 32 for number in range(3)], [numpy.zeros(8, "u1") for _ in range(3)]
     storage.close()
 

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from common import cuda_link, estimates
+from common import cuda_link
 from common.requests import Request, RequestError
 from common.timeline import Clock
 from shell.pieces import Pieces
