@@ -141,7 +141,7 @@ class HostCache(Cache):
         """Start to copy device blocks to host memory, as many as fit without evicting the request's own.
 
         `blocks`: block key -> device block, in the order of the chain. Returns: how many were started."""
-        fits = self.host.make_room(len(blocks), request.chain)
+        fits = self.host.make_room(len(blocks), self.kept_for(request))
         if fits:
             block_keys, blocks = [*blocks][:fits], [*blocks.values()][:fits]
             # The best place is right after the parent's host block; the next best is a free run that is long
@@ -155,6 +155,10 @@ class HostCache(Cache):
             then = partial(self.on_saved, request, transfer, block_keys)
             self.hold("save", [transfer], (self.pool, blocks), given=[(self.host, host_blocks)], then=then)
         return fits
+
+    def kept_for(self, request):
+        """-> the block keys that must not be evicted to save blocks of this request: its own."""
+        return request.chain
 
     def copy_out(self, blocks: list[int], host_blocks: list[int]) -> links.Transfer:
         """Start to copy device `blocks` to `host_blocks`. Returns: one Transfer for all layers."""
@@ -254,7 +258,8 @@ def make_engine(model, arguments) -> paged.Engine:
     blocks = hardware.host_blocks(model, arguments, block_bytes)
     bandwidth = hardware.bandwidth(model, arguments.link)
     cache, megabytes = HostCache(blocks, bandwidth), blocks * block_bytes / 1e6
-    engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(machine_of(model), arguments.always_restore)))
+    estimates = Estimates(machine_of(model), arguments.always_restore)
+    engine = paged.make_engine(model, arguments, Restorer(cache, estimates))
     print(f"Host: {blocks} KV blocks, {megabytes:.1f} MB, over a {cache.load_link}", file=sys.stderr)
     return engine
 

@@ -500,7 +500,8 @@ def make_engine(model, arguments) -> paged.Engine:
     modelled = ModelledStorage(1e9 * limit, asked or 1e9)
     storage = in_directories(arguments.disk, limit) if arguments.disk else StoredChunks(modelled)
     cache = BidirectionalCache(storage, arguments.share, arguments.compute == "leftover", arguments.bits)
-    engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(machine_of(model), arguments.always_restore)))
+    estimates = Estimates(machine_of(model), arguments.always_restore)
+    engine = paged.make_engine(model, arguments, Restorer(cache, estimates))
     tokens = model.config.max_position_embeddings // 2
     seconds = cache.estimates.seconds_to_compute(0, tokens)
     if not (arguments.disk or asked) and math.isfinite(seconds):

@@ -21,12 +21,10 @@ The prefetch policy says how long a request waits for storage.
     best_effort      not at all: once there is room for the request, it uses the pages that have arrived
     timeout          a fixed number of seconds, and more for each 1,024 missing tokens
     wait_complete    until all pages have arrived
-    both_ends        until storage has answered which pages it holds; then the engine computes from the front
-                     while pages arrive from the back (chapter 06; examples/both_ends.py)
 
 No request waits for storage longer than computing its prompt would take (60 s with `--always-restore`). A
-request waits only if the load is estimated to take at most 0.8 of the time to compute the same tokens; the
-two exceptions of chapter 03 hold here as well.
+request waits only if the load is estimated to take at most 0.8 of the time to compute the same tokens, or
+with `--always-restore`.
 
 The write policy says when a page is copied to a lower tier.
 
@@ -64,9 +62,11 @@ from shell.machine import machine_of
 from shell.workers import HANG_SECONDS, Worker, as_integers
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
+LONGEST_SAVE = 5.0  # seconds that the engine waits at most for a copy of dirty pages
 READ = 64  # tokens per read or write of storage, which moves at least one page
 # Ask storage again after this many seconds, for this many requests at the head of the queue
 RETRY_SECONDS, RETRY_REQUESTS = 1.0, 4
+PREFETCH = "best_effort", "wait_complete", "timeout"
 WRITE = "write_through", "write_through_selective", "write_back"
 TALKS = 6  # conversations in the demo
 # The order of the axes in host memory and, apart from the page axis, in a stored page. The axes are
@@ -177,14 +177,11 @@ class HiRadixTree:
         The caller changes each node's state as it is yielded. It must run the loop to its end, because nodes
         are joined with their neighbours only after the last node of their run.
 
-        Pages are sorted by `used`, latest first. In a chain, an earlier page always has the later `used`, so
-        the head comes first."""
-        runs = []
-        for page in sorted(pages, key=lambda page: -page.used):
-            if not runs or runs[-1][-1] is not page.parent:
-                runs.append([])
-            runs[-1].append(page)
-        for run in runs:
+        Pages are sorted by their depth in their chain, so that each run is found from its head on."""
+        runs = {}  # last page of a run -> the run
+        for page in sorted(pages, key=lambda page: page.depth):
+            runs[page] = [*runs.pop(page.parent, ()), page]
+        for run in runs.values():
             yield from (nodes := self.take(run))
             self.join(nodes)
 
@@ -251,7 +248,7 @@ class TieredCache(offload.HostCache):
     `request.memo` is the request's Prefetch, or None."""
 
     fields = {}
-    direction = 1  # 1: storage reads the first page first; -1: the last page first (both_ends)
+    direction = 1  # 1: storage reads the first page first; -1: the last page first
     # The server opens, attaches and shows storage with these
     open_storage, attach_storage = staticmethod(backends.open_storage), backends.attach_storage
     pages_in_storage = backends.pages_in_storage
@@ -274,6 +271,9 @@ class TieredCache(offload.HostCache):
         super().__init__(blocks, bandwidth)
         self.storage, self.write_policy, self.layout, self.io_backend = storage, write, layout, io_backend
         self.prefetch_policy, self.threshold, self.timeout = prefetch, threshold, timeout
+        # request -> number of leading pages that are recorded in the tree; request (may be finished) -> its
+        # pages to copy out, oldest first
+        self.recorded, self.pending_saves = {}, {}
         # Pages to write to storage (see `send_l3`), pages that it is writing, and pages that it is reading
         self.unwritten, self.writing, self.reading = {}, set(), set()
 
@@ -287,9 +287,6 @@ class TieredCache(offload.HostCache):
             namespace = f"{self.model.digest.hex()} {self.model.dtype} kv page_first"
             engine.block_keys = paged.BlockKeys(namespace, self.pool.block_size)
         self.pages_at_once = max(1, READ // self.pool.block_size)
-        # The use counter at the start of this step. To make room for dirty pages, write_back does not evict
-        # host pages that were used since then
-        self.step_began = 0
         if self.storage:
             self.storage.open(partial(Worker, wake=engine.wake.set))
             self.measure_storage()
@@ -314,10 +311,10 @@ class TieredCache(offload.HostCache):
 
     def record_pages(self, request):
         """Record the request's new full pages in the tree, and queue the pages that must be saved."""
-        first, full = self.looked_at.get(request, 0), request.registered
+        first, full = self.recorded.get(request, 0), request.registered
         if first == full:
             return
-        self.looked_at[request], wanted = full, []
+        self.recorded[request], wanted = full, []
         for node in self.tree.change(filter(self.pool.block_of.__contains__, request.chain[first:full])):
             node.device, second = True, node.first_request not in (0, request.id)
             node.wanted |= second or self.write_policy != "write_through_selective"
@@ -328,24 +325,48 @@ class TieredCache(offload.HostCache):
             self.pending_saves[request] = unsaved + wanted
             self.send_l3(wanted)
 
-    def not_evicted_for(self, request) -> set:
-        """Also return the pages that prefetches have read for queued requests, which will use them soon."""
+    def save_pending(self):
+        """Copy out pending pages, those of the latest request first, until host memory is full.
+
+        A page that does not fit stays pending, even after its request has finished, until the device evicts
+        it. Then the later pages of its chain are dropped as well, because no lookup would reach them."""
+        there, room = self.pool.block_of, True
+        for request, unsaved in reversed([*self.pending_saves.items()]):
+            if unsaved and unsaved[0] in there and (self.after_gap(unsaved[0]) or not room):
+                continue
+            present = takewhile(there.__contains__, unsaved)
+            blocks = {page: there[page] for page in present if not self.has_block(page)}
+            fits = self.save_blocks(request, blocks)
+            room = room and fits == len(blocks)
+            self.pending_saves[request] = [*blocks][fits:]
+            if fits == len(blocks):
+                del self.pending_saves[request]
+
+    def kept_for(self, request) -> set:
+        """Also keep the pages that prefetches have read for queued requests, which will use them soon. A save
+        for a finished request may evict its own pages, because storage has them."""
         read = (one.memo.pages_read for one in self.engine.waiting if one.memo)
-        return set(super().not_evicted_for(request)).union(*read)
+        is_last = not self.storage or self.storage.is_backlogged
+        return set(request.chain if is_last or request.table else ()).union(*read)
 
     def after_gap(self, block_key) -> bool:
         """Return True if the parent page is missing from every lower tier and not on its way to one."""
-        gap = super().after_gap(block_key) and block_key.parent not in self.writing
-        return gap and not any(node.stored for node, _ in self.tree.spans([block_key.parent]))
+        parent = block_key.parent
+        if parent is None or self.has_block(parent) or parent in self.writing:
+            return False
+        return not any(node.stored for node, _ in self.tree.spans([parent]))
 
-    def on_saved(self, request, transfer, block_keys, host_blocks, arrived: bool):
-        super().on_saved(request, transfer, block_keys, host_blocks, arrived)
+    def on_saved(self, request, transfer, block_keys, arrived: bool):
+        super().on_saved(request, transfer, block_keys, arrived)
         if arrived:
-            self.add_to_l2(block_keys, host_blocks)
+            self.add_to_l2(block_keys)
             self.send_l3(block_keys)
+        else:
+            self.recorded.pop(request, None)  # the next `save` looks at all of its pages again
 
-    def add_to_l2(self, block_keys, host_blocks: list[int]):
-        """Register pages that have arrived in host memory. A page that was there already keeps its block."""
+    def add_to_l2(self, block_keys, host_blocks=()):
+        """Record pages that have arrived in host memory, and register their `host_blocks`, if this is not
+        done yet. A page that was there already keeps its block."""
         for block_key, host_block in zip(block_keys, host_blocks):
             self.host.register(host_block, block_key)
         for node in self.tree.change(block_keys):
@@ -413,12 +434,12 @@ class TieredCache(offload.HostCache):
             dirty += [page for page in self.to_write(node) if not self.has_block(page)]
         if self.write_policy == "write_back":
             self.counts["dirty_evicted"] += len(dirty)
-            room = partial(self.host.make_room, own=() if self.storage else dirty, used=self.step_began)
+            room = partial(self.host.make_room, keep=() if self.storage else dirty)
             while not self.save_link.hangs and (fits := room(len(dirty))):
                 pages, dirty, host_blocks = dirty[:fits], dirty[fits:], self.host.allocate(fits)
                 copy = self.copy_out([block_of[page] for page in pages], host_blocks)
                 try:
-                    copy.wait(min(self.longest_save, HANG_SECONDS + self.save_link.seconds(0)))
+                    copy.wait(min(LONGEST_SAVE, HANG_SECONDS + self.save_link.seconds(0)))
                     self.add_to_l2(pages, host_blocks)
                     self.counts["pages_written"] += fits
                 except links.TransferError:
@@ -522,7 +543,7 @@ class TieredCache(offload.HostCache):
         Reads under way hold at most half of host memory."""
         to_read = self.to_read(prefetch)
         if fits := max(0, min(len(to_read), self.host.size // 2 - len(self.reading))):
-            fits = self.host.make_room(fits, self.not_evicted_for(prefetch.request).union(prefetch.chain))
+            fits = self.host.make_room(fits, self.kept_for(prefetch.request).union(prefetch.chain))
         for at in range(0, fits, self.pages_at_once):
             run = to_read[at:fits][: self.pages_at_once]
             host_blocks = self.host.allocate(len(run))
@@ -575,7 +596,7 @@ class TieredCache(offload.HostCache):
         is_missing = request.computed < len(prefetch.chain) * self.pool.block_size
         waits = is_missing and not (prefetch.ended or silent) and time.perf_counter() < prefetch.until
         if waits and prefetch.answered and not prefetch.pays:
-            most = self.engine.lower_tier.decide(request, self.offer(request))
+            most = self.estimates.load_or_compute(request, self.offer(request), self.agree)
             prefetch.pays = waits = most > 0
             prefetch.until = min(prefetch.until, time.perf_counter() + most)
         if not waits:
@@ -598,7 +619,8 @@ class TieredCache(offload.HostCache):
     def end_prefetch(self, prefetch: Prefetch):
         """End a prefetch: start no more reads, and cancel the reads that have not begun."""
         prefetch.ended = True
-        links.cancel(prefetch.reads)
+        for read in prefetch.reads:
+            read.cancel()
 
     # Restoring: from host memory to the device
 
@@ -611,13 +633,17 @@ class TieredCache(offload.HostCache):
         first, host_blocks = len(on_device), self.host.find(chain[len(on_device) :])
         room = pool.available - len(self.engine.running)  # leave each running request one more block
         needed = set().union(*(one.memo.chain for one in self.engine.waiting if one.memo))
-        if fits := pool.make_room(max(0, min(len(host_blocks), room)), needed):
+        # Hold the host blocks first: under write_back, making room on the device evicts host pages
+        self.host.share(host_blocks)
+        fits = pool.make_room(max(0, min(len(host_blocks), room)), needed)
+        self.host.release(host_blocks[fits:])
+        if fits:
             pages, host_blocks = chain[first : first + fits], host_blocks[:fits]
             blocks = pool.allocate(fits, on_device[-1] if on_device else None, len(chain) - first)
             device, host = pool.memory.movedim(2, 0), self.host.memory.movedim(1, 0)  # [blocks, L, 2, ...]
             copy = self.load_link.copy(device, host, f"page {first}", links.BlockPairs(blocks, host_blocks))
             prefetch.load, then = copy, partial(self.loaded_ahead, prefetch, pages, blocks, copy)
-            self.hold("load", [copy], (self.host, host_blocks), given=[(pool, blocks)], then=then)
+            self.hold("load", [copy], given=[(pool, blocks), (self.host, host_blocks)], then=then)
 
     def loaded_ahead(self, prefetch: Prefetch, pages: list, blocks: list[int], copy, arrived: bool):
         """Called when a copy of `load_ahead` has completed: register its pages, unless it has failed."""
@@ -645,13 +671,14 @@ class TieredCache(offload.HostCache):
 
     def match(self, request):
         """Return a Match of the request's next pages, as far as host memory holds them, or None."""
-        missing, prefetch = self.missing(request), request.memo
+        size, prefetch = self.pool.block_size, request.memo
+        missing = request.chain[request.computed // size : request.history // size]
         if prefetch and prefetch.loaded and not request.readmitted:
             self.credit(request, prefetch)
         there = takewhile(lambda span: span[0].host_blocks, self.tree.spans(missing))
         if host_blocks := [host_block for node, part in there for host_block in node.host_blocks[part]]:
-            tokens, read = self.tokens_in(request, host_blocks), prefetch.pages_read if prefetch else set()
-            read = self.pool.block_size * len(read.intersection(missing[: len(host_blocks)]))
+            tokens, read = size * len(host_blocks), prefetch.pages_read if prefetch else set()
+            read = size * len(read.intersection(missing[: len(host_blocks)]))
             found = dict(cpu=tokens - read, storage=min(tokens, read))
             seconds = self.load_link.seconds(len(host_blocks) * self.host.block_bytes, len(self.model.layers))
             return Match(tokens, seconds, host_blocks, {tier: n for tier, n in found.items() if n > 0})
@@ -660,9 +687,9 @@ class TieredCache(offload.HostCache):
 
     def poll(self):
         """Called in each step: handle completed transfers, and continue prefetches and writes."""
-        self.last_tier = not self.storage or self.storage.is_backlogged
         super().poll()
-        self.step_began, now = next(self.engine.block_keys.uses), time.perf_counter()
+        self.save_pending()
+        now = time.perf_counter()
         for request in islice(self.engine.waiting, RETRY_REQUESTS):  # another engine may have stored pages
             asked = request.memo
             over = asked and asked.ended and asked.answered and not asked.load
@@ -679,7 +706,7 @@ class TieredCache(offload.HostCache):
     def finished(self, request):
         """Called when a request ends or is preempted: record its last pages, and end its prefetch."""
         self.record_pages(request)
-        super().finished(request)
+        self.recorded.pop(request, None)
         if self.storage:  # mark the chain as used, its head last, so that its tail is deleted first
             self.storage.use([page.digest for page in request.chain])
         if request.memo:
@@ -693,24 +720,12 @@ class TieredCache(offload.HostCache):
         self.poll()
         for pool in self.pool, self.host:
             if self.write_policy == "write_back" and self.storage:
-                pool.evict(list(pool.cached))
+                pool.evict(pool.cached)
             self.drain()
         self.close_each(super(), self.storage)
 
 
-# 3. The prefetch policies -----------------------------------------------------------------------
-
-PREFETCH = "best_effort", "wait_complete", "timeout", "both_ends"
-
-
-def cache_of(policy: str) -> type[TieredCache]:
-    """Return the Cache class of a prefetch policy; the class of `both_ends` is in examples/both_ends.py."""
-    if policy == "both_ends":
-        return importlib.import_module("examples.both_ends").added_to(TieredCache)
-    return TieredCache
-
-
-# 4. The demo -----------------------------------------------------------------------------------
+# 3. The demo -----------------------------------------------------------------------------------
 
 def demo(model, frontend: Frontend, arguments):
     """Compare numbers of tiers, then prefetch policies.
@@ -738,9 +753,8 @@ def demo(model, frontend: Frontend, arguments):
         taken = {name: converse(engine, frontend, talks, new) for name, engine in engines.items()}
         # 2. Time a long history that only storage holds, under each policy
         text = lesson.document_for(engine, frontend, rng, min(most, 2048) // 2, [lesson.SECRET], 2)
-        given.prefetch, given.link = "both_ends", engine.lower_tier.cache.bandwidth
-        both = engines["both_ends"] = make_engine(model, given)
-        asked = policies(engine, both, frontend.request(messages=[dict(role="user", content=text)]).tokens)
+        prompt = frontend.request(messages=[dict(role="user", content=text)]).tokens
+        asked = policies(dict.fromkeys(PREFETCH, engine), prompt)
         for engine in engines.values():
             engine.close()
     answers = sum(taken.values(), [requests[-1] for requests in asked.values()])
@@ -750,7 +764,7 @@ def demo(model, frontend: Frontend, arguments):
     sizes = f"L1 has {device} pages, L2 {host}; write policy: {arguments.write_policy}"
     print(f"{TALKS} conversations of up to {pages} pages, each asked twice; {sizes}\n")
     report |= dict(rows=show_tiers(taken) + show_policies(asked), counters=engine.counters())
-    return report, [asked[policy][-1].timeline for policy in ("both_ends", "wait_complete")]
+    return report, [asked["wait_complete"][-1].timeline]
 
 
 def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]:
@@ -764,27 +778,27 @@ def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]
     return asked
 
 
-def policies(engine, both, prompt: list[int]) -> dict[str, list[Request]]:
+def policies(engines: dict, prompt: list[int]) -> dict[str, list[Request]]:
     """Ask the same prompt under each prefetch policy.
 
     Only L3 holds the prompt's pages, and reading them takes as long as computing them.
-    engine, both: `both` is asked under the policy `both_ends`, `engine` under the others.
-    Returns: policy -> its requests."""
+    `engines`: policy -> the engine to ask. Returns: policy -> its requests."""
+    engine = next(iter(engines.values()))
     seconds = lesson.ask(engine, prompt).ttft_ms / 1e3  # the engine computes the whole prompt
     size = len(prompt) / engine.pool.block_size * engine.lower_tier.cache.host.block_bytes
-    for each in engine, both:
+    for each in engines.values():
         each.lower_tier.estimates.always, cache = True, each.lower_tier.cache
         cache.storage.bandwidth, cache.timeout = modelled_link.Bandwidth(size / seconds), (seconds / 3, 0.0)
         cache.measure_storage()
 
     def ask(policy: str) -> Request:
-        asked = both if policy == "both_ends" else engine
+        asked = engines[policy]
         lesson.wait_until_idle(asked)
         asked.evict("host")
         asked.lower_tier.cache.prefetch_policy = policy
         return lesson.ask(asked, prompt, 2, "device")
 
-    return lesson.in_turn({policy: partial(ask, policy) for policy in PREFETCH})
+    return lesson.in_turn({policy: partial(ask, policy) for policy in engines})
 
 
 def show_tiers(taken: dict[str, list[Request]]) -> list[dict]:
@@ -808,21 +822,21 @@ def shares(requests: list[Request]) -> dict[str, float]:
 
 
 def show_policies(asked: dict[str, list[Request]]) -> list[dict]:
-    """Print TTFT under each policy, and the timeline of `both_ends`. Returns: rows for --json."""
-    last = asked["both_ends"][-1]
+    """Print TTFT under each policy, and the timeline of `wait_complete`. Returns: rows for --json."""
+    last = asked["wait_complete"][-1]
     title = f"TTFT, {last.prompt_tokens} tokens, storage as fast as computing, the guard off"
     times = {policy: [one.ttft_ms for one in requests] for policy, requests in asked.items()}
     rows = lesson.table(title, times, "ttft_ms", "ms")
-    computed, waited, _, both = (row["ttft_ms"] for row in rows)
     print(
-        f"  both_ends: {min(computed, waited) / both:.2f}x as fast as the better of computing and waiting\n\n"
-        "Timeline of both_ends (p: prefill, or pages read; digits: layers loaded; s: pages saved)\n"
+        "  Waiting for storage takes as long as computing here. Both at once would take less: see\n"
+        "  examples/both_ends.py.\n\n"
+        "Timeline of wait_complete (p: prefill, or pages read; digits: layers loaded; s: pages saved)\n"
         f"{charts.chart(last.timeline)}\n\nAnd if not even the weights fit on the device? Chapter 08."
     )
     return rows
 
 
-# 5. Main ---------------------------------------------------------------------------------------
+# 4. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
     offload.add_arguments(parser)
@@ -835,14 +849,24 @@ def add_arguments(parser):
     add("--storage", metavar="URL", help="shared tier: file:DIR, redis://HOST:PORT/N, or module:Class")
     add("--storage-config", type=backends.configuration, metavar="JSON or @FILE", help="settings of storage")
     add("--storage-bandwidth", type=modelled_link.speed, metavar="GB/S[:GB/S...@SECONDS]", help="modelled")
-    add("--prefetch", choices=PREFETCH, default="timeout", help="how long to wait for storage (timeout)")
+    words = f"how long to wait for storage: {', '.join(PREFETCH)} (timeout)"
+    add("--prefetch", type=prefetch_policy, default="timeout", metavar="POLICY", help=words)
     add("--prefetch-threshold", type=whole, default=256, metavar="TOKENS", help="fewest to read (256)")
     add("--prefetch-timeout", type=number, default=1.0, metavar="S", help="of each prefetch (1)")
     add("--prefetch-timeout-per-1k", type=number, default=0.25, metavar="S", help="per 1,024 tokens (0.25)")
 
 
-def make_engine(model, arguments) -> paged.Engine:
-    """Chapter 02's engine with this chapter's Cache. Raises BadRequest."""
+def prefetch_policy(string: str) -> str:
+    """Check the value of --prefetch. Raises ArgumentTypeError."""
+    if string == "both_ends":
+        raise argparse.ArgumentTypeError("both_ends is a script of its own now: run python -m examples.both_ends")
+    if string not in PREFETCH:
+        raise argparse.ArgumentTypeError(f"{string!r} is not one of {', '.join(PREFETCH)}")
+    return string
+
+
+def make_engine(model, arguments, kind=TieredCache) -> paged.Engine:
+    """Chapter 02's engine with this chapter's Cache, or another `kind` of it. Raises BadRequest."""
     size, url = arguments.block_size, arguments.storage or None
     # 1. The size of host memory: one of three options, or a default
     page_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
@@ -854,17 +878,18 @@ def make_engine(model, arguments) -> paged.Engine:
     if len(given) > 1 or ratio == 1:
         raise BadRequest("Give one of --cpu-blocks, --hicache-size and --hicache-ratio (above 1).")
     options = argparse.Namespace(**vars(arguments) | dict(cpu_blocks=given[0]))
-    pages = offload.host_blocks(model, options, page_bytes)
+    pages = hardware.host_blocks(model, options, page_bytes)
     # 2. Storage, and the engine
     config, (threshold, *timeout) = backends.settings(arguments.storage_config, arguments)
     storage = url and backends.open_storage(url, config, arguments.storage_bandwidth)
     if arguments.hicache_io_backend and model.device.type != "cuda":
         raise BadRequest("--hicache-io-backend says what copies on a GPU, and here is none: leave it out.")
-    cache = cache_of(arguments.prefetch)(
+    cache = kind(
         pages, hardware.bandwidth(model, arguments.link), storage, arguments.prefetch,
         arguments.write_policy, arguments.layout, threshold, tuple(timeout), arguments.hicache_io_backend,
     )  # fmt: skip
-    engine = paged.make_engine(model, arguments, Restorer(cache, Estimates(machine_of(model), arguments.always_restore)))
+    estimates = Estimates(machine_of(model), arguments.always_restore)
+    engine = paged.make_engine(model, arguments, Restorer(cache, estimates))
     words = f"{pages} pages of {size} tokens, {pages * page_bytes / 1e6:.1f} MB, over a {cache.load_link}"
     print(f"Host: {words}; storage: {storage or 'none'}", file=sys.stderr)
     return engine

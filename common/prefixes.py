@@ -16,6 +16,7 @@ class BlockKey:
     parent: "BlockKey | None" = field(repr=False)
     tokens: tuple
     digest: bytes  # SHA-256 of the parent's digest and the tokens: the key outside this process
+    depth: int  # number of blocks before this one
 
 
 class BlockKeys:
@@ -40,6 +41,6 @@ class BlockKeys:
             if block_key is None:
                 before = parent.digest if parent else hashlib.sha256(self.namespace + salt.encode()).digest()
                 digest = hashlib.sha256(before + struct.pack(f"<{self.size}i", *block)).digest()
-                block_key = self.known[parent or salt, block] = BlockKey(parent, block, digest)
+                block_key = self.known[parent or salt, block] = BlockKey(parent, block, digest, len(chain))
             chain.append(block_key)
         return chain

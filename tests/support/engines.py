@@ -16,6 +16,7 @@ from common.llama import Llama, LlamaConfig
 from common.requests import Request
 from common.restoring import Restorer
 from common.store import Storage, StoredChunks
+from examples import both_ends as three_tiers
 from shell import checkpoint
 from shell.backends import in_directories, open_backend
 from shell.families import FamilyConfig, layer_of
@@ -65,7 +66,8 @@ def tiered(blocks: int, prefetch: str, write: str, backend=None, **options):
     if backend is None:
         backend = open_backend(f"file:{tempfile.mkdtemp(dir=FOLDERS.name)}")
     options = {"threshold": 32, **options}
-    return tiers.cache_of(prefetch)(blocks, BANDWIDTH, Storage(backend), prefetch, write, **options)
+    kind = three_tiers.BothEndsCache if prefetch == "both_ends" else tiers.TieredCache
+    return kind(blocks, BANDWIDTH, Storage(backend), prefetch, write, **options)
 
 
 def own_cache(name: str):
