@@ -194,8 +194,6 @@ class SyncedCache(Cache):
     Three calls are collective, so all ranks must reach them in the same order: `poll`, `agree` after a
     `match`, and `agree` in the `queue_wait` of a last layer."""
 
-    longest_save = math.inf  # do not decide by a clock whether to save, because clocks differ
-
     def __init__(self, ranks: Ranks, *what):
         super().__init__(*what)
         self.ranks = ranks
@@ -315,6 +313,11 @@ class PageHeadCache(KVCache):
         array, heads = as_integers(self.host.memory), range(len(self.heads))  # [L, blocks, 2, ...]
         return [array[:, host_block, :, :, head] for host_block in host_blocks for head in heads]
 
+    def missing(self, request) -> list:
+        """Return the keys of the pages that follow the request's computed tokens."""
+        size = self.pool.block_size
+        return request.chain[request.computed // size : request.history // size]
+
     def is_local(self, block_key) -> bool:
         """Return True if the page is on the device or in host memory, or is being saved there."""
         return block_key in self.pool.block_of or self.has_block(block_key)
@@ -353,6 +356,7 @@ class PageHeadCache(KVCache):
         self.late &= not arrived
         for block_key, host_block in zip(block_keys, host_blocks) if arrived else ():
             self.host.register(host_block, block_key)
+        self.host.use(block_keys)
 
     def waits(self, request):
         asking = request.memo and not request.memo.ready
@@ -484,7 +488,7 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     kept = size * hidden_states.bytes_per_token(model) // ranks.count if keep == "states" else block_bytes
     on_device = cli.blocks_that_fit(arguments.gpu_blocks, useful, block_bytes, model.device, "--gpu-blocks")
     options = argparse.Namespace(**{**vars(arguments), "gpu_blocks": on_device})
-    on_host = offload.host_blocks(model, options, kept)
+    on_host = hardware.host_blocks(model, options, kept)
     options.gpu_blocks, on_host = ranks.all_min([on_device, on_host])
     # 2. Give each rank a link that is as fast as the link of a model that is not divided
     bandwidth = hardware.bandwidth(model, arguments.link)
