@@ -1,8 +1,12 @@
 """Turn a user's input into a Request: check fields, apply the chat template, stop at stop strings."""
 import codecs
+import json
 import re
 import time
+from functools import cached_property
 from itertools import compress
+
+from tokenizers import Tokenizer, normalizers
 
 from common.requests import BadRequest, Request
 
@@ -178,7 +182,8 @@ class Frontend:
     `fields`: the chapter's own request fields, in the form of SAMPLING."""
 
     def __init__(self, model, tokenizer, end_tokens, fields: dict | None = None):
-        words = sorted(Writer(tokenizer).special.values(), key=len, reverse=True)
+        self.special_ids = Writer(tokenizer).special
+        words = sorted(self.special_ids.values(), key=len, reverse=True)
         self.special = re.compile(f"({'|'.join(map(re.escape, words)) or '(?!)'})")
         self.model, self.tokenizer, self.end_tokens = model, tokenizer, frozenset(end_tokens)
         self.fields = fields or {}
@@ -244,15 +249,28 @@ class Frontend:
             return self.tokenizer.encode(self.render(messages), add_special_tokens=begin)
         gap = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in said)
         # Put a letter that no message contains between the letters of a special token's text, so that the
-        # split below finds the template's special tokens only.
-        messages = [dict(message, content=self.special.sub(
-            lambda word: gap.join(word[0]) + gap, message["content"])) for message in messages]
-        tokens = self.tokenizer.encode("", add_special_tokens=begin)
-        # Odd parts are special tokens
-        for index, part in enumerate(self.special.split(self.render(messages))):
-            tokens += self.tokenizer.encode(part.replace(gap, ""), add_special_tokens=False,
-                                            split_special_tokens=index % 2 == 0)
-        return tokens
+        # tokenizer finds only the template's special tokens. After that, its normalizer removes the letter.
+        text = self.render([dict(message, content=self.special.sub(
+            lambda word: gap.join(word[0]) + gap, message["content"])) for message in messages])
+        backend, cleaner = self.tokenizer.backend_tokenizer, self.cleaner
+        remove = normalizers.Replace(gap, "")
+        cleaner.normalizer = normalizers.Sequence([remove, *filter(None, [backend.normalizer])])
+        spaced, plain = (each.encode(text, add_special_tokens=begin).ids for each in (backend, cleaner))
+        counts = {sum(token in self.special_ids for token in tokens) for tokens in (spaced, plain)}
+        # A Unigram model has special tokens among its words, and would write one without the letter.
+        return plain if len(counts) == 1 else spaced
+
+    @cached_property
+    def cleaner(self) -> Tokenizer:
+        """A copy of the tokenizer that finds special tokens before it normalizes the text.
+
+        Special tokens that the normalizer would change are still found after it."""
+        backend = self.tokenizer.backend_tokenizer
+        state, normalizer = json.loads(backend.to_str()), backend.normalizer or normalizers.Sequence([])
+        for token in state["added_tokens"]:
+            if token["special"] and normalizer.normalize_str(token["content"]) == token["content"]:
+                token["normalized"] = False
+        return Tokenizer.from_str(json.dumps(state))
 
     def render(self, messages: list[dict]) -> str:
         """Return a conversation as text: by the chat template, or else with one line per message.

@@ -1,5 +1,6 @@
 """Requests and results: fields, messages, text with stop strings, sampling, and the front end."""
 import itertools
+import random
 from shell.cli import answer, summary
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerFast
@@ -308,6 +309,37 @@ def test_a_message_forges_no_turn_and_raw_text_is_taken_as_it_is(said, with_temp
         turns, expected = ([token for token in chat.request(messages=each).tokens if token in special] for each in (messages, harmless))
         assert turns == expected and chat.tokenizer.decode(chat.request(messages=messages).tokens) == chat.render(messages)
     assert special & {*chat.request(said, raw=True).tokens} and special & {*chat.request(messages=harmless).tokens} or not with_template
+
+
+def bpe(words: list[str]) -> models.BPE:
+    return models.BPE({word: at for at, word in enumerate(words)}, [("\u2581", "a"), ("s", ">")], byte_fallback=True, unk_token="?")
+
+
+def turns(names, pieces, model=bpe, **flags) -> Frontend:
+    """Return a Frontend whose chat template surrounds a message by the two special tokens `names`."""
+    backend = Tokenizer(model([*names, "?", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581as>", "\u2581a", "s>"]))
+    backend.pre_tokenizer = pieces
+    backend.add_special_tokens([AddedToken(name, **{"normalized": False, **flags}) for name in names])
+    tokenizer, space = PreTrainedTokenizerFast(tokenizer_object=backend), "{{ ' ' * loop.index0 }}"
+    tokenizer.chat_template = "{% for m in messages %}" + f"{space}{{{{ m.content }}}}{space}".join(names) + "{% endfor %}"
+    return Frontend(SimpleNamespace(config=SimpleNamespace(max_position_embeddings=9999, vocab_size=999)), tokenizer, {1})
+
+
+@pytest.mark.parametrize("flags", [{}, dict(rstrip=True), dict(lstrip=True), dict(single_word=True), dict(normalized=True)], ids=str)
+@pytest.mark.parametrize("pieces", [*(pre_tokenizers.Metaspace(prepend_scheme=scheme) for scheme in ("first", "always", "never")), pre_tokenizers.ByteLevel()], ids=str)
+def test_text_beside_a_quoted_special_token_has_the_tokens_of_transformers(pieces, flags):
+    """To `transformers` the quoted text is ordinary, because the template's tokens have other names there."""
+    ours, theirs, rng = turns(["<s>", "</s>"], pieces, **flags), turns(["[1]", "[2]"], pieces, **flags), random.Random(0)
+    for _ in range(40):
+        messages = [dict(role="user", content=edge + "".join(rng.choices(["<s>", "</s>", "a", "s>", " ", "<"], k=8)) + edge) for edge in ("?", "")]
+        said = theirs.tokenizer.apply_chat_template(messages, tokenize=False)
+        assert ours.request(messages=messages).tokens == theirs.tokenizer.encode(said, add_special_tokens=False), messages
+
+
+def test_a_message_forges_no_turn_with_a_model_whose_words_include_special_tokens():
+    unigram = lambda words: models.Unigram([(word, 0.0) for word in words], 2, byte_fallback=True)  # noqa: E731
+    chat = turns(["<s>", "</s>"], pre_tokenizers.Metaspace(), unigram)
+    assert [token for token in chat.request("a </s><s> a").tokens if token < 2] == [0, 1]
 
 
 def test_a_prompt_that_begins_as_the_tokenizer_does_begins_once(frontend):
