@@ -8,7 +8,7 @@ from itertools import compress
 
 from tokenizers import Tokenizer, normalizers
 
-from common.requests import BadRequest, Request
+from common.requests import BadRequest, Request, TooLong
 
 # 1. Fields --------------------------------------------------------------------------------------------------
 
@@ -37,10 +37,10 @@ def text_parts(value) -> bool:
         isinstance(part, dict) and part.get("type") == "text" and text(part.get("text")) for part in value)
 
 
-UNSET = ("seed", -1), ("top_k", -1)             # clients of vLLM ask for the default this way
+UNSET = "seed", "top_k", "max_tokens", "max_completion_tokens"     # clients of vLLM ask for a default by -1
 # name -> (predicate, the words of an error: "NAME must be ...")
 SAMPLING = {
-    "max_tokens": (number(1, 1 << 20), f"a whole number from 1 to {1 << 20}"),
+    "max_tokens": (number(1, 1 << 20), f"a whole number from -1 (not set) or 1 to {1 << 20}"),
     "temperature": (number(0, 100, (int, float)), "a number from 0 (greedy) to 100"),
     "top_p": (number(0, 1, (int, float)), "a number from 0 (the likeliest token only) to 1"),
     "top_k": (number(0, 1 << 20), f"a whole number from -1 or 0 (no limit) to {1 << 20}"),
@@ -71,7 +71,7 @@ def check_fields(body, fields: dict, what: str = "The body", needed: str = "") -
     if not isinstance(body, dict):
         raise BadRequest(f"{what} must be a JSON object.")
     asked = {name: whole(value) for name, value in body.items()
-             if value not in (None, [], {}) and (name, value) not in UNSET}
+             if value not in (None, [], {}) and (value != -1 or name not in UNSET)}
     for name, value in asked.items():
         if name not in fields:
             raise BadRequest(f"Unknown field {name[:40]!r}; the fields are {', '.join(fields)}.")
@@ -231,12 +231,12 @@ class Frontend:
         return tokens
 
     def check_length(self, count: int, what: str, most: int = 1):
-        """Raise BadRequest if a prompt cannot fit in the context.
+        """Raise TooLong if a prompt cannot fit in the context.
 
         `count`: its length in units of `what`. `most`: how many of these a token may hold."""
         if count >= self.context * most:
-            raise BadRequest(f"The prompt is {count} {what}, and the context of this model is {self.context} "
-                             "tokens, answer included; shorten the prompt.")
+            raise TooLong(f"The prompt is {count} {what}, and the context of this model is {self.context} "
+                          "tokens, answer included; shorten the prompt.")
 
     def converse(self, messages: list[dict]) -> list[int]:
         """Return the tokens of a conversation.

@@ -116,10 +116,16 @@ def test_neutral_fields_and_labels_are_taken(client, served):
     (64, 256, 300, "shorten the prompt"), (8, 129, 130, "do not fit")])     # the last token needs no slot in a pool
 def test_without_max_tokens_a_chat_takes_what_is_left_and_a_completion_16_tokens(frontend, blocks, room, long, words):
     with serving(frontend, Engine(blocks=blocks)) as served, connected(served.port) as client:
-        used = client.chat.completions.create(model="tiny", messages=HELLO).usage
-        assert used.total_tokens == room and client.completions.create(model="tiny", prompt="Hello").usage.completion_tokens == 16
-        with pytest.raises(openai.BadRequestError, match=words):
-            client.chat.completions.create(model="tiny", messages=[dict(role="user", content="a" * long)])
+        for most in dict(), dict(max_tokens=-1), dict(max_tokens=32000), dict(max_completion_tokens=1 << 20):
+            chat = client.chat.completions.create(model="tiny", messages=HELLO, **most)
+            assert (chat.usage.total_tokens, chat.choices[0].finish_reason) == (room, "length")
+        assert client.completions.create(model="tiny", prompt="Hello").usage.completion_tokens == 16
+        assert client.completions.create(model="tiny", prompt="Hello", max_tokens=32000).usage.total_tokens == room
+        for create, field, said in ((client.chat.completions.create, "messages", [dict(role="user", content="a" * long)]),
+                                    (client.completions.create, "prompt", "a" * long)):
+            with pytest.raises(openai.BadRequestError, match=words) as caught:
+                create(model="tiny", **{field: said})
+            assert (caught.value.code, caught.value.param) == ("context_length_exceeded", field)
 
 
 @pytest.mark.parametrize("name", ["tiny", "owner/name", "/a/folder"])

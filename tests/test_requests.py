@@ -24,7 +24,7 @@ HUGE = 10 ** 400
 # 1. Fields --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name,values", [
-    ("max_tokens", [0, -1, HUGE, 1.5, "8", True, [8]]),
+    ("max_tokens", [0, -2, HUGE, 1.5, "8", True, [8]]),
     ("temperature", [-1, 101, HUGE, -HUGE, float("nan"), "hot", True]),
     ("top_p", [-0.5, 1.5, HUGE, "1", False]), ("top_k", [-2, 1.5, HUGE, "5", True]),
     ("seed", [-2, 1 << 63, 0.5, "1", True, float("inf")]),
@@ -43,7 +43,7 @@ def test_the_bounds_themselves_are_taken_and_what_asks_for_nothing_under_any_nam
     assert check_fields(body, SAMPLING) == body
     given = check_fields(dict(max_tokens=16.0, top_k=5.0, seed=7.0, n=1.0), {**SAMPLING, **openai.FIELDS})
     assert list(map(repr, given.values())) == ["16", "5", "7", "1"]
-    assert check_fields(dict(seed=-1, top_k=-1.0), SAMPLING) == {}, "clients of vLLM ask for the default this way"
+    assert check_fields(dict(seed=-1, top_k=-1.0, max_tokens=-1), SAMPLING) == {}, "clients of vLLM ask for the default this way"
     for nothing in None, [], {}:
         assert check_fields(dict.fromkeys([*SAMPLING, "functions"], nothing), SAMPLING) == {}
     for name in "max_tokens", "top_k", "seed":
