@@ -60,6 +60,7 @@ def test_the_bounds_themselves_are_taken_and_what_asks_for_nothing_under_any_nam
     (dict(role="tool", content="Hello"), "role must be system, developer, user or assistant"),
     (dict(role="user", content="Hello", name=5), "name must be"), (dict(role="assistant"), "not be empty"),
     (dict(role="assistant", content="", tool_calls=[dict(id="1")]), "Unknown field 'tool_calls'"),
+    (dict(role="assistant", content="", reasoning_content="Hm"), "reasoning_content must be"),
     (dict(role=["user"], content="Hello"), "role must be"),
     (dict(role="user", content=5), "content must be"),
     (dict(role="user", content=[dict(type="image_url", image_url="x")]), "content must be"),
@@ -73,10 +74,10 @@ def test_a_wrong_message_is_refused(message, words):
 
 
 def test_what_was_an_answer_before_and_labels_are_taken_and_parts_are_joined():
-    before = dict(role="assistant", content=None, refusal=None, tool_calls=[], audio=None)
+    before = dict(role="assistant", content=None, refusal="", tool_calls=[], audio=None, reasoning_content="", id="1", prefix=False)
     parts = [dict(type="text", text="Hel"), dict(type="text", text="lo")]
     assert check_messages([dict(role="developer", content="Be brief."), before,
-                           dict(role="user", content=parts, name="Anna")]) == [
+                           dict(role="user", content=parts, name="Anna", cache_control=dict(type="ephemeral"))]) == [
         dict(role="system", content="Be brief."), dict(role="assistant", content=""),
         dict(role="user", content="Hello")]
 
@@ -371,6 +372,27 @@ def test_a_model_without_a_chat_template_continues_a_prompt_and_reads_messages_l
     assert plain.request("Hello").tokens == plain.tokenizer.encode("Hello")
     messages = [dict(role="developer", content="Be brief."), dict(role="user", content="Hello")]
     assert plain.tokenizer.decode(plain.request(messages=messages).tokens) == "system: Be brief.\nuser: Hello\nassistant:"
+
+
+THINKING = ("{{ messages[0].content }}{% if enable_thinking is defined %}{{ ' thinks' if enable_thinking else ' answers' }}{% endif %}"
+            "{% if reasoning_effort %}, {{ reasoning_effort }}{% endif %}{% if note %}, {{ note }}{% endif %}")
+
+
+@pytest.mark.parametrize("asked, said", [
+    ({}, "Hello"), (dict(enable_thinking=False), "Hello answers"), (dict(reasoning_effort="none"), "Hello answers, none"),
+    (dict(reasoning_effort="low"), "Hello thinks, low"), (dict(chat_template_kwargs=dict(enable_thinking=False, note="b")), "Hello answers, b"),
+    (dict(chat_template_kwargs=dict(enable_thinking=True), reasoning_effort="none"), "Hello thinks, none"),
+    (dict(chat_template_kwargs=dict(note="</s>")), None), (dict(chat_template_kwargs=dict(tokenize=True)), None)])
+def test_a_chat_template_gets_its_variables(asked, said):
+    chat = classroom()
+    chat.tokenizer.chat_template = THINKING
+    parsed, _, _ = openai.parse(dict(asked, messages=[dict(role="user", content="Hello")]), True, chat)
+    for fields in parsed, dict(check_fields(asked, PROMPT), prompt="Hello"):
+        if said:
+            assert chat.tokenizer.decode(chat.request(**fields).tokens) == said
+        else:
+            with pytest.raises(BadRequest, match="chat.template"):
+                chat.request(**fields)
 
 
 def test_what_a_template_without_a_system_role_refuses_the_user_says(frontend):
