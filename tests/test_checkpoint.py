@@ -64,7 +64,7 @@ def convert(folder: Path, tensor: str, dtype: torch.dtype):
 
 
 def point(folder: Path, name: str):
-    """Replace a file by what Git writes in its place without Git LFS."""
+    """Replace a file by a pointer, as a clone without Git LFS has it."""
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
 
 
