@@ -232,6 +232,8 @@ def make_engine(model, arguments) -> Engine:
     options = vars(arguments)
     engine = Engine(model, options.get("prefill_chunk", PREFILL), not options.get("no_kv_cache", False))
     engine.explain = arguments.explain
+    context, token_bytes = model.config.max_position_embeddings, 2 * KVCache(model, 1).k.nbytes
+    engine.capacity = cli.blocks_that_fit(None, context, token_bytes, model.device, "--max-tokens")
     return engine
 
 

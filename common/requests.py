@@ -24,6 +24,7 @@ from common.timeline import Timeline
 class RequestError(Exception):
     """Why a request is not answered. The message is one sentence for the user, and says what to change."""
     status = 500                   # HTTP status code
+    code = None                    # OpenAI's code, if a client can do something about the error
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -33,6 +34,11 @@ class RequestError(Exception):
 class BadRequest(RequestError):
     """The request itself is wrong, or it can never fit into memory."""
     status = 400
+
+
+class TooLong(BadRequest):
+    """The prompt does not fit into the model's context or into memory."""
+    code = "context_length_exceeded"
 
 
 class ClientDisconnected(RequestError):
@@ -209,16 +215,19 @@ class RequestQueue:
         self.completed: deque[Request] = deque(maxlen=8)        # the latest, for the page
         self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0, gpu_hits=0, misses=0)
 
-    def check(self, request: Request):
-        """Raise BadRequest if the request can never fit into memory."""
-        if self.capacity and len(request.tokens) + request.max_tokens - 1 > self.capacity:
-            raise BadRequest(
-                f"{len(request.tokens)} prompt tokens and up to {request.max_tokens} new ones do not fit "
-                f"into a pool of {self.capacity} tokens; ask for less, or start with more blocks.")
+    def fit(self, request: Request):
+        """Reduce `max_tokens` to what fits into memory. Raises TooLong if the prompt leaves no room for a
+        token."""
+        # The last token's K and V are not needed
+        room = (self.capacity or math.inf) - request.prompt_tokens + 1
+        if room < 1:
+            raise TooLong(f"{request.prompt_tokens} prompt tokens do not fit into a pool of {self.capacity} "
+                          "tokens; shorten the prompt, or start with a larger pool.")
+        request.max_tokens = min(request.max_tokens, room)
 
     def submit(self, request: Request):
-        """Add a request; the next step enqueues it. Raises BadRequest if it can never fit into memory."""
-        self.check(request)
+        """Add a request; the next step enqueues it. Its answer may get fewer than `max_tokens`; see `fit`."""
+        self.fit(request)
         self.counts["requests"] += 1
         request.id = self.counts["requests"]
         self.arrivals.append((request, None))

@@ -34,6 +34,10 @@ CLASSROOM = Path(__file__).resolve().parent.parent / "models" / "classroom"
 ALIASES = {"classroom": str(CLASSROOM), "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
 OFFLINE = "The models classroom (shipped) and random:tinyllama need no network."
 WHOLE = "Choose a complete model in safetensors format; GGUF files, adapters and pickles are not read."
+HUB = {"LocalEntryNotFoundError": "the hub was not reached",         # error -> its meaning
+       "RepositoryNotFoundError": "the hub has none of that name",
+       "HFValidationError": "the hub allows no such name"}
+LFS = b"version https://git-lfs"    # the beginning of a file that stands for another one
 TIED = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Our name of a part of a layer -> Hugging Face's names of it, or of its halves
@@ -67,9 +71,14 @@ def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = F
     except ModelError:
         raise
     except Exception as error:              # parsers raise errors of any kind
-        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        hint = "the hub was not reached." if words.startswith("LocalEntryNotFoundError") else "is it whole?"
-        raise ModelError(f"{name} cannot be loaded ({words}); {hint} {OFFLINE}") from error
+        kind = type(error).__name__
+        if kind in HUB:
+            raise ModelError(f"No model {name!r}: no such folder, and {HUB[kind]}. {OFFLINE}") from error
+        pointers = [path.name for path in sorted(Path(ALIASES.get(name, name)).glob("*"))
+                    if path.is_file() and path.stat().st_size < 1000 and path.read_bytes().startswith(LFS)]
+        hint = f"run git lfs pull, which fetches {', '.join(pointers)}." if pointers else "is it whole?"
+        words = " ".join(str(error).split())[:300]
+        raise ModelError(f"{name} cannot be loaded ({kind}: {words}); {hint} {OFFLINE}") from error
 
 
 def read_model(name: str, dtype: str, device: str, on_host: bool, sharding):
@@ -131,6 +140,8 @@ def find_folder(name: str, files=("*.json", "*.jinja"), commit: str | None = Non
     repository = ALIASES.get(name, name)
     if os.path.isdir(repository):           # no error at a name that is too long
         return Path(repository)
+    if os.path.exists(repository):
+        raise ModelError(f"{name} is a file, and a model is a folder. {WHOLE}")
     if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
         raise ModelError(f"No model {name!r}: no such folder, and the hub's names are OWNER/NAME. {OFFLINE}")
     from huggingface_hub import snapshot_download
@@ -149,21 +160,29 @@ def find_tensors(name: str, folder: Path, whole: dict) -> dict:
     Tensors in a file other than the one that the index names are ignored. The files of a model on the hub are
     downloaded, unless the index names a tensor that is not in `whole` (name -> tensor). Raises ModelError.
 
-    Returns: tensor name -> path."""
+    Returns: tensor name -> path, for the tensors that their files have."""
     one = "model.safetensors"
     stored = read_json(folder / f"{one}.index.json").get("weight_map", {})
     if one not in stored.values():
         find_folder(name, [one], commit=folder.name)
-        if (folder / one).exists():
-            with safe_open(folder / one, "pt") as file:
-                stored = dict.fromkeys(file.keys(), one)
+        if names := tensor_names(folder / one):
+            stored = dict.fromkeys(names, one)
     if not stored:
         raise ModelError(f"{name} has no model.safetensors. {WHOLE}")
     for key, file in stored.items():
         if key not in whole and not key.endswith("rotary_emb.inv_freq"):        # Rotary computes it
             raise ModelError(f"{folder / file} has a tensor {key}, which this model does not have.")
     find_folder(name, set(stored.values()), commit=folder.name)
-    return {key: folder / file for key, file in stored.items()}
+    held = {file: tensor_names(folder / file) for file in set(stored.values())}
+    return {key: folder / file for key, file in stored.items() if key in held[file]}
+
+
+def tensor_names(path: Path) -> list[str]:
+    """Return the names of the tensors in a file; a missing file has none."""
+    if not path.exists():
+        return []
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
 
 
 def read_tokenizer(folder: Path):
@@ -226,7 +245,7 @@ def read_tensors(names, whole: dict, found: dict, config: LlamaConfig, digest):
                          f"tie_word_embeddings in {found[both[0]].parent}.")
     for name in names:
         source = both[0] if both and name in TIED else name
-        if source not in found or not found[source].exists():
+        if source not in found:
             raise ModelError(f"The model lacks {name}; it is incomplete: copy or download it again.")
         tensor, shape = read_tensor(found[source], source), whole[name].shape
         if tensor.shape != shape:

@@ -1,10 +1,14 @@
 """Turn a user's input into a Request: check fields, apply the chat template, stop at stop strings."""
 import codecs
+import json
 import re
 import time
+from functools import cached_property
 from itertools import compress
 
-from common.requests import BadRequest, Request
+from tokenizers import Tokenizer, normalizers
+
+from common.requests import BadRequest, Request, TooLong
 
 # 1. Fields --------------------------------------------------------------------------------------------------
 
@@ -33,25 +37,38 @@ def text_parts(value) -> bool:
         isinstance(part, dict) and part.get("type") == "text" and text(part.get("text")) for part in value)
 
 
-UNSET = ("seed", -1), ("top_k", -1)             # clients of vLLM ask for the default this way
+def only(*values) -> tuple:
+    """Return the check of an unsupported field: only `values`, which change nothing, are accepted."""
+    written = [*map(json.dumps, values)]        # so that true is not 1
+    return lambda v: json.dumps(v) in written, f"{' or '.join(written)}: more is not supported"
+
+
+FLAG = (lambda v: isinstance(v, bool), "true or false")
+LABEL = (text, "a string")
+OBJECT = (lambda v: isinstance(v, dict), "an object")
+UNSET = "seed", "top_k", "max_tokens", "max_completion_tokens"     # clients of vLLM ask for a default by -1
 # name -> (predicate, the words of an error: "NAME must be ...")
 SAMPLING = {
-    "max_tokens": (number(1, 1 << 20), f"a whole number from 1 to {1 << 20}"),
+    "max_tokens": (number(1, 1 << 20), f"a whole number from -1 (not set) or 1 to {1 << 20}"),
     "temperature": (number(0, 100, (int, float)), "a number from 0 (greedy) to 100"),
     "top_p": (number(0, 1, (int, float)), "a number from 0 (the likeliest token only) to 1"),
     "top_k": (number(0, 1 << 20), f"a whole number from -1 or 0 (no limit) to {1 << 20}"),
     "seed": (number(0, (1 << 63) - 1), f"a whole number from -1 (a random seed) to {(1 << 63) - 1}"),
     "stop": (stop_strings, "a string of 1 to 256 characters or a list of at most 16 of them"),
 }
+TEMPLATE = {"chat_template_kwargs": OBJECT, "enable_thinking": FLAG, "reasoning_effort": LABEL}
 PROMPT = {
     "prompt": (lambda v: text(v) or isinstance(v, list), "a string or a list of token ids"),
     "messages": (lambda v: isinstance(v, list), "a list of messages"),
+    **TEMPLATE,
 }
 ROLES = ["system", "developer", "user", "assistant"]
 MESSAGE = {
     "role": (ROLES.__contains__, "system, developer, user or assistant"),
     "content": (lambda v: text(v) or text_parts(v), "text in UTF-8"),
-    "name": (text, "a string"),
+    "name": LABEL, "id": LABEL, "cache_control": OBJECT, "provider_specific_fields": OBJECT,   # ignored
+    **dict.fromkeys(("refusal", "reasoning", "reasoning_content", "thinking", "tool_call_id"), only("")),
+    "prefix": only(False), "partial": only(False),
 }
 
 
@@ -67,10 +84,11 @@ def check_fields(body, fields: dict, what: str = "The body", needed: str = "") -
     if not isinstance(body, dict):
         raise BadRequest(f"{what} must be a JSON object.")
     asked = {name: whole(value) for name, value in body.items()
-             if value not in (None, [], {}) and (name, value) not in UNSET}
+             if value not in (None, [], {}) and (value != -1 or name not in UNSET)}
     for name, value in asked.items():
         if name not in fields:
-            raise BadRequest(f"Unknown field {name[:40]!r}; the fields are {', '.join(fields)}.")
+            supported = [field for field, (_, words) in fields.items() if not words.endswith("not supported")]
+            raise BadRequest(f"Unknown field {name[:40]!r}; the fields are {', '.join(supported)}.")
         test, wanted = fields[name]
         if not test(value):
             raise BadRequest(f"{name} must be {wanted}.")
@@ -178,7 +196,8 @@ class Frontend:
     `fields`: the chapter's own request fields, in the form of SAMPLING."""
 
     def __init__(self, model, tokenizer, end_tokens, fields: dict | None = None):
-        words = sorted(Writer(tokenizer).special.values(), key=len, reverse=True)
+        self.special_ids = Writer(tokenizer).special
+        words = sorted(self.special_ids.values(), key=len, reverse=True)
         self.special = re.compile(f"({'|'.join(map(re.escape, words)) or '(?!)'})")
         self.model, self.tokenizer, self.end_tokens = model, tokenizer, frozenset(end_tokens)
         self.fields = fields or {}
@@ -191,23 +210,28 @@ class Frontend:
         `prompt`: a user's message as a string, or a list of token ids, or a list with one of these in it.
         `messages`: a conversation, [{role, content}]. `raw`: do not apply the chat template; the answer
         continues the string. `received`: the arrival time, in seconds of time.perf_counter(). `asked`: the
-        fields of SAMPLING and of the chapter; `check_fields` must have checked them."""
+        fields of TEMPLATE, SAMPLING and the chapter; `check_fields` must have checked them."""
         received = received or time.perf_counter()
         if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt[:2]):
             if len(prompt) > 1:
                 raise BadRequest("prompt must be one prompt; send a request for each.")
             prompt, = prompt
         raw = raw or isinstance(prompt, list) or self.tokenizer.chat_template is None
-        tokens = self.encode(prompt, messages, raw)
+        variables = asked.pop("chat_template_kwargs", {})
+        if effort := asked.get("reasoning_effort"):
+            variables = {"enable_thinking": effort != "none", **variables}      # as in vLLM
+        variables = {**variables, **{name: asked.pop(name) for name in TEMPLATE if name in asked}}
+        tokens = self.encode(prompt, messages, raw, variables)
         max_tokens = min(asked.pop("max_tokens", 128), self.context - len(tokens))
         writer = Writer(self.tokenizer, asked.pop("stop", ()), tokens if raw else ())
         options = {name: asked.pop(name) for name in self.fields if name in asked}
         return Request(tokens, max_tokens, options=options, end_tokens=self.end_tokens, writer=writer,
                        received=received, **asked)
 
-    def encode(self, prompt, messages, raw: bool = False) -> list[int]:
-        """Return the tokens of a prompt, or of messages. `raw`: do not apply the chat template to a prompt.
-        Raises BadRequest."""
+    def encode(self, prompt, messages, raw: bool = False, variables: dict | None = None) -> list[int]:
+        """Return the tokens of a prompt, or of messages. Raises BadRequest.
+
+        `raw`: do not apply the chat template to a prompt. `variables`: of the chat template."""
         if (prompt is None) == (messages is None):
             raise BadRequest("Give either prompt or messages, not both and not empty.")
         if isinstance(prompt, list):
@@ -216,7 +240,8 @@ class Frontend:
             self.check_length(len(messages or ()), "messages")  # each takes at least one token
             said = check_messages([dict(role="user", content=prompt)] if messages is None else messages)
             self.check_length(sum(len(message["content"]) for message in said), "characters", self.longest)
-            tokens = self.tokenizer.encode(prompt) if raw and messages is None else self.converse(said)
+            raw = raw and messages is None
+            tokens = self.tokenizer.encode(prompt) if raw else self.converse(said, variables)
             if tokens[:2] == [self.tokenizer.bos_token_id] * 2:
                 tokens = tokens[1:]             # the prompt began with one
         self.check_length(len(tokens), "tokens")
@@ -226,45 +251,61 @@ class Frontend:
         return tokens
 
     def check_length(self, count: int, what: str, most: int = 1):
-        """Raise BadRequest if a prompt cannot fit in the context.
+        """Raise TooLong if a prompt cannot fit in the context.
 
         `count`: its length in units of `what`. `most`: how many of these a token may hold."""
         if count >= self.context * most:
-            raise BadRequest(f"The prompt is {count} {what}, and the context of this model is {self.context} "
-                             "tokens, answer included; shorten the prompt.")
+            raise TooLong(f"The prompt is {count} {what}, and the context of this model is {self.context} "
+                          "tokens, answer included; shorten the prompt.")
 
-    def converse(self, messages: list[dict]) -> list[int]:
-        """Return the tokens of a conversation.
+    def converse(self, messages: list[dict], variables: dict | None = None) -> list[int]:
+        """Return the tokens of a conversation. `variables`: see `encode`. Raises BadRequest.
 
         Only the chat template may write special tokens. The text of a special token in a message is encoded
         as ordinary text, so that a message cannot end itself and begin another one."""
         said = "".join(message["content"] for message in messages)
         begin = self.tokenizer.chat_template is None            # a template writes its own
         if not self.special.search(said):
-            return self.tokenizer.encode(self.render(messages), add_special_tokens=begin)
+            return self.tokenizer.encode(self.render(messages, variables), add_special_tokens=begin)
         gap = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in said)
         # Put a letter that no message contains between the letters of a special token's text, so that the
-        # split below finds the template's special tokens only.
-        messages = [dict(message, content=self.special.sub(
-            lambda word: gap.join(word[0]) + gap, message["content"])) for message in messages]
-        tokens = self.tokenizer.encode("", add_special_tokens=begin)
-        # Odd parts are special tokens
-        for index, part in enumerate(self.special.split(self.render(messages))):
-            tokens += self.tokenizer.encode(part.replace(gap, ""), add_special_tokens=False,
-                                            split_special_tokens=index % 2 == 0)
-        return tokens
+        # tokenizer finds only the template's special tokens. After that, its normalizer removes the letter.
+        text = self.render([dict(message, content=self.special.sub(
+            lambda word: gap.join(word[0]) + gap, message["content"])) for message in messages], variables)
+        backend, cleaner = self.tokenizer.backend_tokenizer, self.cleaner
+        remove = normalizers.Replace(gap, "")
+        cleaner.normalizer = normalizers.Sequence([remove, *filter(None, [backend.normalizer])])
+        spaced, plain = (each.encode(text, add_special_tokens=begin).ids for each in (backend, cleaner))
+        counts = {sum(token in self.special_ids for token in tokens) for tokens in (spaced, plain)}
+        # A Unigram model has special tokens among its words, and would write one without the letter.
+        return plain if len(counts) == 1 else spaced
 
-    def render(self, messages: list[dict]) -> str:
+    @cached_property
+    def cleaner(self) -> Tokenizer:
+        """A copy of the tokenizer that finds special tokens before it normalizes the text.
+
+        Special tokens that the normalizer would change are still found after it."""
+        backend = self.tokenizer.backend_tokenizer
+        state, normalizer = json.loads(backend.to_str()), backend.normalizer or normalizers.Sequence([])
+        for token in state["added_tokens"]:
+            if token["special"] and normalizer.normalize_str(token["content"]) == token["content"]:
+                token["normalized"] = False
+        return Tokenizer.from_str(json.dumps(state))
+
+    def render(self, messages: list[dict], variables: dict | None = None) -> str:
         """Return a conversation as text: by the chat template, or else with one line per message.
 
-        Raises BadRequest if the template refuses the order of roles."""
+        `variables`: see `encode`. Raises BadRequest if the template refuses them or the order of roles."""
+        variables = variables or {}
+        if self.special.search(json.dumps(variables, ensure_ascii=False)):
+            raise BadRequest("chat_template_kwargs must not contain special tokens.")
         template = LINES if self.tokenizer.chat_template is None else None      # None: the tokenizer's own
         try:
             return self.tokenizer.apply_chat_template(
-                messages, chat_template=template, add_generation_prompt=True, tokenize=False)
+                messages, chat_template=template, add_generation_prompt=True, tokenize=False, **variables)
         except Exception as error:
             if [message["role"] for message in messages[:2]] != ["system", "user"]:
                 raise BadRequest(f"The model's chat template refuses these messages ({error}).") from None
         # Some templates have no system role: put the system's message before the user's first message.
         said = "\n\n".join(message["content"] for message in messages[:2])
-        return self.render([dict(role="user", content=said), *messages[2:]])
+        return self.render([dict(role="user", content=said), *messages[2:]], variables)

@@ -1,30 +1,29 @@
 """OpenAI's format: turn requests into arguments of Frontend.request, and pieces of text into replies."""
-import json
 import math
 import time
 import uuid
 
-from shell.frontend import PROMPT, SAMPLING, check_fields, text
+from shell.frontend import FLAG, LABEL, OBJECT, PROMPT, SAMPLING, TEMPLATE, check_fields, only
 
-
-def only(*values) -> tuple:
-    """Return the check of a field that is not supported: only `values` without effect are accepted."""
-    written = [*map(json.dumps, values)]        # so that true is not 1
-    return lambda v: json.dumps(v) in written, f"{' or '.join(written)}: more is not supported"
-
-
-FLAG = (lambda v: isinstance(v, bool), "true or false")
-LABEL = (text, "a string")                      # accepted and ignored
-OBJECT = (lambda v: isinstance(v, dict), "an object")
+# Unsupported fields of OpenAI, vLLM, SGLang and llama.cpp: (the value that changes nothing, names)
+NEUTRAL = (
+    (0, "dry_multiplier dynatemp_range frequency_penalty min_p min_tokens mirostat no_repeat_ngram_size "
+        "n_probs presence_penalty priority top_a top_logprobs xtc_probability"),
+    (1, "best_of length_penalty n repeat_penalty repetition_penalty tfs_z typical_p"),
+    (False, "continue_final_message early_stopping echo ignore_eos include_stop_str_in_output logprobs "
+            "no_stop_trim return_hidden_states return_token_ids return_tokens_as_token_ids store "
+            "use_beam_search"),
+    (True, "add_generation_prompt cache_prompt include_reasoning skip_special_tokens "
+           "spaces_between_special_tokens"),
+    ("", "suffix"), ("medium", "verbosity"), (["text"], "modalities"), ({"type": "text"}, "response_format"))
+LABELS = "model prompt_cache_key prompt_cache_retention request_id safety_identifier user"      # ignored
 FIELDS = {                                      # in addition to SAMPLING; the same form
     "stream": FLAG, "stream_options": OBJECT, "max_completion_tokens": SAMPLING["max_tokens"],
-    "n": only(1), "best_of": only(1), "echo": only(False), "suffix": only(""), "logprobs": only(False),
-    "top_logprobs": only(0), "presence_penalty": only(0), "frequency_penalty": only(0), "store": only(False),
     "tool_choice": only("auto", "none"), "function_call": only("auto", "none"), "parallel_tool_calls": FLAG,
-    "service_tier": only("auto", "default"), "modalities": only(["text"]), "metadata": OBJECT,
-    "response_format": only({"type": "text"}), "model": LABEL, "user": LABEL, "safety_identifier": LABEL,
-    "prompt_cache_key": LABEL}
-OPTIONS = {"include_usage": FLAG, "include_obfuscation": only(False)}       # fields of stream_options
+    "service_tier": only("auto", "default"), "metadata": OBJECT, **dict.fromkeys(LABELS.split(), LABEL),
+    **{name: only(value) for value, names in NEUTRAL for name in names.split()}}
+OPTIONS = {                                     # fields of stream_options
+    "include_usage": FLAG, "include_obfuscation": only(False), "continuous_usage_stats": only(False)}
 
 
 def parse(body, chat: bool, frontend) -> tuple[dict, bool, bool]:
@@ -34,11 +33,13 @@ def parse(body, chat: bool, frontend) -> tuple[dict, bool, bool]:
 
     Returns: (arguments for Frontend.request, whether to stream, whether the stream ends with the usage)."""
     prompt = "messages" if chat else "prompt"
-    given = check_fields(body, {prompt: PROMPT[prompt], **SAMPLING, **frontend.fields, **FIELDS})
+    ours = {prompt: PROMPT[prompt], **TEMPLATE, **SAMPLING, **frontend.fields}
+    special = {"add_special_tokens": only(not chat)}            # a chat template writes its own
+    given = check_fields(body, {**ours, **FIELDS, **special})
     options = check_fields(given.get("stream_options", {}), OPTIONS)
     # OpenAI's defaults; /generate is greedy. A completion continues the text, without a chat template.
     asked = dict(temperature=1.0, max_tokens=math.inf if chat else 16, raw=not chat)
-    asked |= {name: value for name, value in given.items() if name not in FIELDS}
+    asked |= {name: value for name, value in given.items() if name in ours}
     asked["max_tokens"] = given.get("max_completion_tokens", asked["max_tokens"])
     return asked, given.get("stream", False), options.get("include_usage", False)
 

@@ -105,7 +105,7 @@ class BroadcastEngine:
         return getattr(self.engine, name)
 
     def submit(self, request: requests.Request):
-        self.engine.check(request)
+        self.engine.fit(request)
         names = "tokens", "max_tokens", "options", "temperature", "top_p", "top_k"
         fields = {name: getattr(request, name) for name in names}
         fields |= dict(seed=request.generator.initial_seed(), end_tokens=list(request.end_tokens))

@@ -7,7 +7,6 @@ import gc
 import ipaddress
 import json
 import logging
-import math
 import queue
 import random
 import re
@@ -121,9 +120,7 @@ class Server:
                 raise Unavailable(SHUTTING_DOWN)
             if len(self.open) == self.most:
                 raise BadRequest(f"{self.most} requests wait or run already; try again later.", 429)
-            asked, room = self.frontend.request(received=received, **fields), self.engine.capacity
-            if room and fields.get("max_tokens") == math.inf:       # no limit given: all that fits
-                asked.max_tokens = max(1, min(asked.max_tokens, room - asked.prompt_tokens + 1))
+            asked = self.frontend.request(received=received, **fields)
             self.engine.submit(asked)
             self.open.append(asked)
         try:
@@ -193,8 +190,11 @@ def explain(error: Exception) -> tuple[dict, int, dict]:
         logging.getLogger("kv").error("unexpected error", exc_info=error)
         error = RequestError(DEFECT)
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    headers = {"Allow": ", ".join(methods)} if methods else {}
-    return dict(error=dict(message=str(error), type=kind)), error.status, headers
+    headers, said = {"Allow": ", ".join(methods)} if methods else {}, dict(message=str(error), type=kind)
+    if error.code:
+        asked = request and request.get_json(force=True, silent=True) or {}
+        said |= dict(code=error.code, param="messages" if "messages" in asked else "prompt")
+    return dict(error=said), error.status, headers
 
 
 # 3. The app, and routes that answer prompts -----------------------------------------------------------------

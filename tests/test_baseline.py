@@ -1,12 +1,14 @@
 """Chapter 01: its loop, compared with `transformers`, and its queue of requests."""
 
 import json
+from argparse import Namespace
 
 import pytest
 import torch
 from conftest import TINY, load, write_model
 
 from common.requests import ClientDisconnected, Request
+from shell import limits
 from tests.support.engines import answer, baseline, submit, until_over
 
 PROMPT = torch.randint(5, TINY["vocab_size"], (150,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -54,6 +56,12 @@ def test_the_comparison_decodes_greedily_whatever_generation_config_says(tmp_pat
                max_length=21, min_new_tokens=2, bad_words_ids=[request.new[1:2]], eos_token_id=request.new[2])
     (folder / "generation_config.json").write_text(json.dumps(odd))
     assert baseline.equal_to_transformers(frontend.model, str(folder), [request])
+
+
+def test_an_answer_takes_a_quarter_of_free_memory_at_most(model, monkeypatch):
+    monkeypatch.setattr(limits, "free_host_memory", lambda: 4 * 2 * 40 * baseline.KVCache(model, 1).k.nbytes)
+    (request,) = baseline.make_engine(model, Namespace(explain=False)).generate([Request(PROMPT[:30], 200)])
+    assert len(request.tokens) == 41 and request.finish_reason == "length"  # the last token needs no slot
 
 
 # 2. One request after another ------------------------------------------------------------------

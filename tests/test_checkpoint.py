@@ -56,11 +56,16 @@ def index(folder: Path, more: str):
     """Write an index that places all tensors, and one named `more`, in a part file."""
     names, part = [*load_file(folder / "model.safetensors"), more], "model-00001-of-00001.safetensors"
     (folder / "model.safetensors").rename(folder / part)
-    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict.fromkeys(names, part))))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(metadata={}, weight_map=dict.fromkeys(names, part))))
 
 
 def convert(folder: Path, tensor: str, dtype: torch.dtype):
     changed(lambda t: t.update({tensor: t[tensor].to(dtype)}))(folder)
+
+
+def point(folder: Path, name: str):
+    """Replace a file by a pointer, as a clone without Git LFS has it."""
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
 
 
 def tied_in_float8(folder: Path):
@@ -91,6 +96,9 @@ BROKEN = {
     "a part is missing": (
         lambda f: ((f / "model.safetensors").unlink(), next(write_model(f, max_shard_size="60KB").glob("model-*")).unlink()),
         ["incomplete"]),
+    "an index that names a tensor of no part": (lambda f: (changed(lambda t: t.pop(Q0))(f), index(f, Q0)), [Q0, "lacks"]),
+    **{f"a Git LFS pointer as {name}": (partial(point, name=name), [name, "git lfs pull"]) for name in ("model.safetensors", "tokenizer.json")},
+    "a file": (ROOT / "README.md", ["README.md is a file", "GGUF"]), "a hub's name, or a folder not made yet": ("models/nothing", ["no such folder, and the hub was not reached"]),
     "no such name": ("nosuchmodel", ["nosuchmodel", "OWNER/NAME", "random:tinyllama"]),
     "no such folder": ("./no/such/folder", ["no such folder"]), "a long name": ("a" * 300, ["no such folder"]),
     "no such size": ("random:nosuch", ["random:nosuch", "random:tinyllama"]), "no size": ("random:", ["random:tinyllama"]),
@@ -99,8 +107,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken, words", BROKEN.values(), ids=BROKEN)
-def test_what_cannot_be_had_is_refused_in_one_sentence(folder, broken, words):
+def test_what_cannot_be_had_is_refused_in_one_sentence(folder, broken, words, monkeypatch):
     """`broken`: the name of a model, or a function that damages a folder."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     if callable(broken):
         broken(folder)
     message = refusal(folder if callable(broken) else broken)
@@ -210,14 +219,17 @@ def test_a_hub_model_is_refused_before_its_weights_are_downloaded(hub, folder, b
     assert all(word in message for word in words) and not any(name.endswith("tensors") for name in hub.sent)
 
 
+@pytest.mark.parametrize("named", [None, *checkpoint.TIED])  # an index may name the tensor that no part has
 @pytest.mark.parametrize("kept", [["lm_head.weight"], ["model.embed_tokens.weight"], list(checkpoint.TIED)])
-def test_one_of_two_tied_tensors_is_enough(folder, kept):
+def test_one_of_two_tied_tensors_is_enough(folder, kept, named):
     def change(tensors):  # as `transformers` writes it from version 5 on
         embedding, _ = (tensors.pop(name) for name in checkpoint.TIED)
         tensors.update({name: embedding.clone() for name in kept})
 
     change_json(folder / "config.json", tie_word_embeddings=True)
     changed(change)(folder)
+    if named:
+        index(folder, named)
     model = checkpoint.load(str(folder), device="cpu")[0]
     theirs = reference_model(str(folder), torch.float32)
     assert torch.equal(model.embedding, theirs.model.embed_tokens.weight) and model.head.weight is model.embedding

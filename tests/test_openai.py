@@ -103,7 +103,10 @@ def test_what_a_client_asks_for_reaches_the_engine(client, served):
 
 def test_neutral_fields_and_labels_are_taken(client, served):
     client.chat.completions.create(
-        messages=HELLO, n=1.0, seed=-1, function_call="none", extra_body=dict(top_k=-1), presence_penalty=0.0, frequency_penalty=0, logit_bias={}, tools=[], tool_choice="auto",
+        messages=HELLO, n=1.0, seed=-1, function_call="none", extra_body=dict(
+            top_k=-1, min_p=0.0, repetition_penalty=1.0, min_tokens=0, ignore_eos=False, skip_special_tokens=True, add_generation_prompt=True,
+            add_special_tokens=False, typical_p=1.0, guided_json=None, request_id="1", stop_token_ids=[]), reasoning_effort="none", verbosity="medium",
+        presence_penalty=0.0, frequency_penalty=0, logit_bias={}, tools=[], tool_choice="auto",
         response_format=dict(type="text"), user="me", store=False, logprobs=False, top_logprobs=0, metadata=dict(a="b"),
         safety_identifier="x", prompt_cache_key="y", service_tier="auto", parallel_tool_calls=True, functions=[],
         modalities=["text"], stream=True, stream_options=dict(include_usage=True, include_obfuscation=False),
@@ -116,10 +119,16 @@ def test_neutral_fields_and_labels_are_taken(client, served):
     (64, 256, 300, "shorten the prompt"), (8, 129, 130, "do not fit")])     # the last token needs no slot in a pool
 def test_without_max_tokens_a_chat_takes_what_is_left_and_a_completion_16_tokens(frontend, blocks, room, long, words):
     with serving(frontend, Engine(blocks=blocks)) as served, connected(served.port) as client:
-        used = client.chat.completions.create(model="tiny", messages=HELLO).usage
-        assert used.total_tokens == room and client.completions.create(model="tiny", prompt="Hello").usage.completion_tokens == 16
-        with pytest.raises(openai.BadRequestError, match=words):
-            client.chat.completions.create(model="tiny", messages=[dict(role="user", content="a" * long)])
+        for most in dict(), dict(max_tokens=-1), dict(max_tokens=32000), dict(max_completion_tokens=1 << 20):
+            chat = client.chat.completions.create(model="tiny", messages=HELLO, **most)
+            assert (chat.usage.total_tokens, chat.choices[0].finish_reason) == (room, "length")
+        assert client.completions.create(model="tiny", prompt="Hello").usage.completion_tokens == 16
+        assert client.completions.create(model="tiny", prompt="Hello", max_tokens=32000).usage.total_tokens == room
+        for create, field, said in ((client.chat.completions.create, "messages", [dict(role="user", content="a" * long)]),
+                                    (client.completions.create, "prompt", "a" * long)):
+            with pytest.raises(openai.BadRequestError, match=words) as caught:
+                create(model="tiny", **{field: said})
+            assert (caught.value.code, caught.value.param) == ("context_length_exceeded", field)
 
 
 @pytest.mark.parametrize("name", ["tiny", "owner/name", "/a/folder"])
@@ -143,7 +152,9 @@ def test_the_model_is_listed_also_by_a_name_with_slashes(frontend, name):
     ("response_format must be", dict(response_format=dict(type="json_object"))),
     ("include_usage must be", dict(stream=True, stream_options=dict(include_usage="yes"))),
     ("stream_options must be", dict(stream=True, stream_options="yes")),
-    ("max_completion_tokens must be", dict(max_completion_tokens=0)),
+    ("max_completion_tokens must be", dict(max_completion_tokens=0)), ("min_p must be 0:", dict(extra_body=dict(min_p=0.1))),
+    ("skip_special_tokens must be true:", dict(extra_body=dict(skip_special_tokens=False))), ("ignore_eos must be false:", dict(extra_body=dict(ignore_eos=True))),
+    ("add_special_tokens must be true:", dict(prompt="Hello", extra_body=dict(add_special_tokens=False))),
 ])
 def test_what_is_asked_wrongly_is_a_bad_request_that_says_what_to_change(client, words, fields):
     create, body = client.completions.create, {**GREEDY, **fields}

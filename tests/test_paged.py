@@ -287,10 +287,16 @@ def test_for_one_block_one_request_is_preempted_even_if_a_copy_holds_its_blocks(
     assert_equal(asked)
 
 
+@pytest.mark.parametrize("prompt, most, written", [(100, 30, 29), (100, 29, 29), (128, 10**6, 1), (20, 3, 3)])
+def test_an_answer_ends_at_the_pools_end(prompt, most, written):
+    request = ask(make(blocks=8), draw(random.Random(prompt), prompt), most)  # the last token needs no slot
+    assert (len(request.new), request.finish_reason) == (written, "length")
+
+
 def test_what_ends_one_request_is_raised_to_who_asked_and_no_other_notices():
     engine, rng = make(Cache(), blocks=8), random.Random(12)
     with pytest.raises(BadRequest, match="do not fit into a pool of 128 tokens"):
-        engine.generate([Request(draw(rng, 100), 30)])
+        engine.generate([Request(draw(rng, 129), 1)])
     kept, lost = Request(draw(rng, 20), 5), Request(draw(rng, 20), 5)
     engine.lower_tier.cache.save = lambda batch: engine.cancel(lost, ClientDisconnected("gone"))  # cancels it in the step that computes it
     with pytest.raises(ClientDisconnected, match="gone"):

@@ -1,5 +1,6 @@
 """Requests and results: fields, messages, text with stop strings, sampling, and the front end."""
 import itertools
+import random
 from shell.cli import answer, summary
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerFast
@@ -24,7 +25,7 @@ HUGE = 10 ** 400
 # 1. Fields --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name,values", [
-    ("max_tokens", [0, -1, HUGE, 1.5, "8", True, [8]]),
+    ("max_tokens", [0, -2, HUGE, 1.5, "8", True, [8]]),
     ("temperature", [-1, 101, HUGE, -HUGE, float("nan"), "hot", True]),
     ("top_p", [-0.5, 1.5, HUGE, "1", False]), ("top_k", [-2, 1.5, HUGE, "5", True]),
     ("seed", [-2, 1 << 63, 0.5, "1", True, float("inf")]),
@@ -43,7 +44,7 @@ def test_the_bounds_themselves_are_taken_and_what_asks_for_nothing_under_any_nam
     assert check_fields(body, SAMPLING) == body
     given = check_fields(dict(max_tokens=16.0, top_k=5.0, seed=7.0, n=1.0), {**SAMPLING, **openai.FIELDS})
     assert list(map(repr, given.values())) == ["16", "5", "7", "1"]
-    assert check_fields(dict(seed=-1, top_k=-1.0), SAMPLING) == {}, "clients of vLLM ask for the default this way"
+    assert check_fields(dict(seed=-1, top_k=-1.0, max_tokens=-1), SAMPLING) == {}, "clients of vLLM ask for the default this way"
     for nothing in None, [], {}:
         assert check_fields(dict.fromkeys([*SAMPLING, "functions"], nothing), SAMPLING) == {}
     for name in "max_tokens", "top_k", "seed":
@@ -60,6 +61,7 @@ def test_the_bounds_themselves_are_taken_and_what_asks_for_nothing_under_any_nam
     (dict(role="tool", content="Hello"), "role must be system, developer, user or assistant"),
     (dict(role="user", content="Hello", name=5), "name must be"), (dict(role="assistant"), "not be empty"),
     (dict(role="assistant", content="", tool_calls=[dict(id="1")]), "Unknown field 'tool_calls'"),
+    (dict(role="assistant", content="", reasoning_content="Hm"), "reasoning_content must be"),
     (dict(role=["user"], content="Hello"), "role must be"),
     (dict(role="user", content=5), "content must be"),
     (dict(role="user", content=[dict(type="image_url", image_url="x")]), "content must be"),
@@ -73,10 +75,10 @@ def test_a_wrong_message_is_refused(message, words):
 
 
 def test_what_was_an_answer_before_and_labels_are_taken_and_parts_are_joined():
-    before = dict(role="assistant", content=None, refusal=None, tool_calls=[], audio=None)
+    before = dict(role="assistant", content=None, refusal="", tool_calls=[], audio=None, reasoning_content="", id="1", prefix=False)
     parts = [dict(type="text", text="Hel"), dict(type="text", text="lo")]
     assert check_messages([dict(role="developer", content="Be brief."), before,
-                           dict(role="user", content=parts, name="Anna")]) == [
+                           dict(role="user", content=parts, name="Anna", cache_control=dict(type="ephemeral"))]) == [
         dict(role="system", content="Be brief."), dict(role="assistant", content=""),
         dict(role="user", content="Hello")]
 
@@ -312,6 +314,37 @@ def test_a_message_forges_no_turn_and_raw_text_is_taken_as_it_is(said, with_temp
     assert special & {*chat.request(said, raw=True).tokens} and special & {*chat.request(messages=harmless).tokens} or not with_template
 
 
+def bpe(words: list[str]) -> models.BPE:
+    return models.BPE({word: at for at, word in enumerate(words)}, [("\u2581", "a"), ("s", ">")], byte_fallback=True, unk_token="?")
+
+
+def turns(names, pieces, model=bpe, **flags) -> Frontend:
+    """Return a Frontend whose chat template surrounds a message by the two special tokens `names`."""
+    backend = Tokenizer(model([*names, "?", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581as>", "\u2581a", "s>"]))
+    backend.pre_tokenizer = pieces
+    backend.add_special_tokens([AddedToken(name, **{"normalized": False, **flags}) for name in names])
+    tokenizer, space = PreTrainedTokenizerFast(tokenizer_object=backend), "{{ ' ' * loop.index0 }}"
+    tokenizer.chat_template = "{% for m in messages %}" + f"{space}{{{{ m.content }}}}{space}".join(names) + "{% endfor %}"
+    return Frontend(SimpleNamespace(config=SimpleNamespace(max_position_embeddings=9999, vocab_size=999)), tokenizer, {1})
+
+
+@pytest.mark.parametrize("flags", [{}, dict(rstrip=True), dict(lstrip=True), dict(single_word=True), dict(normalized=True)], ids=str)
+@pytest.mark.parametrize("pieces", [*(pre_tokenizers.Metaspace(prepend_scheme=scheme) for scheme in ("first", "always", "never")), pre_tokenizers.ByteLevel()], ids=str)
+def test_text_beside_a_quoted_special_token_has_the_tokens_of_transformers(pieces, flags):
+    """To `transformers` the quoted text is ordinary, because the template's tokens have other names there."""
+    ours, theirs, rng = turns(["<s>", "</s>"], pieces, **flags), turns(["[1]", "[2]"], pieces, **flags), random.Random(0)
+    for _ in range(40):
+        messages = [dict(role="user", content=edge + "".join(rng.choices(["<s>", "</s>", "a", "s>", " ", "<"], k=8)) + edge) for edge in ("?", "")]
+        said = theirs.tokenizer.apply_chat_template(messages, tokenize=False)
+        assert ours.request(messages=messages).tokens == theirs.tokenizer.encode(said, add_special_tokens=False), messages
+
+
+def test_a_message_forges_no_turn_with_a_model_whose_words_include_special_tokens():
+    unigram = lambda words: models.Unigram([(word, 0.0) for word in words], 2, byte_fallback=True)  # noqa: E731
+    chat = turns(["<s>", "</s>"], pre_tokenizers.Metaspace(), unigram)
+    assert [token for token in chat.request("a </s><s> a").tokens if token < 2] == [0, 1]
+
+
 def test_a_prompt_that_begins_as_the_tokenizer_does_begins_once(frontend):
     backend = Tokenizer(models.WordLevel({"<s>": 0, "a": 1}, "a"))
     backend.add_special_tokens(["<s>"])
@@ -341,6 +374,27 @@ def test_a_model_without_a_chat_template_continues_a_prompt_and_reads_messages_l
     assert plain.request("Hello").tokens == plain.tokenizer.encode("Hello")
     messages = [dict(role="developer", content="Be brief."), dict(role="user", content="Hello")]
     assert plain.tokenizer.decode(plain.request(messages=messages).tokens) == "system: Be brief.\nuser: Hello\nassistant:"
+
+
+THINKING = ("{{ messages[0].content }}{% if enable_thinking is defined %}{{ ' thinks' if enable_thinking else ' answers' }}{% endif %}"
+            "{% if reasoning_effort %}, {{ reasoning_effort }}{% endif %}{% if note %}, {{ note }}{% endif %}")
+
+
+@pytest.mark.parametrize("asked, said", [
+    ({}, "Hello"), (dict(enable_thinking=False), "Hello answers"), (dict(reasoning_effort="none"), "Hello answers, none"),
+    (dict(reasoning_effort="low"), "Hello thinks, low"), (dict(chat_template_kwargs=dict(enable_thinking=False, note="b")), "Hello answers, b"),
+    (dict(chat_template_kwargs=dict(enable_thinking=True), reasoning_effort="none"), "Hello thinks, none"),
+    (dict(chat_template_kwargs=dict(note="</s>")), None), (dict(chat_template_kwargs=dict(tokenize=True)), None)])
+def test_a_chat_template_gets_its_variables(asked, said):
+    chat = classroom()
+    chat.tokenizer.chat_template = THINKING
+    parsed, _, _ = openai.parse(dict(asked, messages=[dict(role="user", content="Hello")]), True, chat)
+    for fields in parsed, dict(check_fields(asked, PROMPT), prompt="Hello"):
+        if said:
+            assert chat.tokenizer.decode(chat.request(**fields).tokens) == said
+        else:
+            with pytest.raises(BadRequest, match="chat.template"):
+                chat.request(**fields)
 
 
 def test_what_a_template_without_a_system_role_refuses_the_user_says(frontend):

@@ -51,7 +51,7 @@ class Reply:
 def sentence(error: dict, kind: str = "invalid_request_error") -> str:
     """Check that an error's message is one sentence, and return it."""
     message = error["message"]
-    assert set(error) == {"message", "type"} and error["type"] == kind, error
+    assert set(error) - {"code", "param"} == {"message", "type"} and error["type"] == kind, error
     assert message.endswith(".") and "\n" not in message and ". " not in message, message
     return message
 
