@@ -25,13 +25,15 @@ by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for prefill und
     python 02_paged_kv.py                                  # the server, on http://127.0.0.1:5000
 """
 
+if __name__ == "__main__":
+    import shell.start  # noqa: F401  (before PyTorch: its settings, and signals)
+
 import functools
 import heapq
 import importlib
 import itertools
 import math
 import random
-import shell.cli as cli
 import sys
 import time
 from itertools import takewhile
@@ -43,7 +45,7 @@ from common.prefixes import BlockKey, BlockKeys
 from common.requests import Interrupted, Request, RequestQueue
 from common.sampling import likeliest, sample
 from common.timeline import Clock
-from shell import charts, lesson
+from shell import charts, cli, lesson
 from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")

@@ -37,10 +37,12 @@ section 3.2).
     python 03_cpu_offload.py                               # the server, on http://127.0.0.1:5000
 """
 
+if __name__ == "__main__":
+    import shell.start  # noqa: F401  (before PyTorch: its settings, and signals)
+
 import importlib
 import itertools
 import random
-import shell.cli as cli
 import statistics
 import sys
 from functools import partial
@@ -52,7 +54,7 @@ from common.cache import Cache, Match
 from common.estimates import Estimates
 from common.requests import Request
 from common.restoring import Restorer
-from shell import charts, hardware, lesson, modelled_link
+from shell import charts, cli, hardware, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged = importlib.import_module("02_paged_kv")

@@ -41,10 +41,12 @@ Source: HiCache of SGLang (design document); its tree is RadixAttention's (Zheng
     python 07_tiered_storage.py --storage file:pages       # the server, on http://127.0.0.1:5000
 """
 
+if __name__ == "__main__":
+    import shell.start  # noqa: F401  (before PyTorch: its settings, and signals)
+
 import argparse
 import importlib
 import random
-import shell.cli as cli
 import sys
 import tempfile
 import time
@@ -59,7 +61,7 @@ from common.estimates import Estimates
 from common.link import as_integers
 from common.requests import BadRequest, Request
 from common.restoring import Restorer
-from shell import backends, charts, hardware, lesson, modelled_link
+from shell import backends, charts, cli, hardware, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")

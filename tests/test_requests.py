@@ -1,6 +1,5 @@
 """Requests and results: fields, messages, text with stop strings, sampling, and the front end."""
 import itertools
-from shell.cli import answer, summary
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from common import sampling
 from common.requests import BadRequest, Request, Unavailable
 from shell import checkpoint, openai
+from shell.cli import answer, summary
 from shell.frontend import PROMPT, SAMPLING, Frontend, Writer, check_fields, check_messages
 from tests.support.stub import Engine
 

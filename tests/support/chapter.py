@@ -6,6 +6,9 @@ from pathlib import Path
 if str(ROOT := Path(__file__).resolve().parent.parent.parent) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+if __name__ == "__main__":
+    import shell.start  # noqa: F401
+
 from shell import cli, server
 from tests.support.stub import Engine
 
