@@ -23,7 +23,9 @@ compare with the same baseline: HCache (EuroSys '25, section 2.4) calls it recom
     python 01_baseline.py                                  # the server, on http://127.0.0.1:5000
 """
 
-import shell.cli as cli
+if __name__ == "__main__":
+    import shell.start  # noqa: F401  (before PyTorch: its settings, and signals)
+
 from contextlib import contextmanager
 
 import torch
@@ -31,7 +33,7 @@ import torch
 from common.llama import attention, causal_mask, upload
 from common.requests import Request, RequestQueue
 from common.timeline import Clock
-from shell import charts, checkpoint, lesson
+from shell import charts, checkpoint, cli, lesson
 from shell.frontend import Frontend
 
 PREFILL = 512  # tokens per forward pass of prefill
@@ -39,7 +41,8 @@ PREFILL = 512  # tokens per forward pass of prefill
 # 1. The loop -----------------------------------------------------------------------------------
 
 def generate(model, request: Request, chunk: int = PREFILL, kv_cache: bool = True):
-    """Answer one request. This is a generator that yields after each new token.
+    """Answer one request. This is a generator that yields after each new token, and between two chunks of
+    prefill, so that its caller can end it there.
 
     `chunk`: tokens per forward pass of prefill. `kv_cache`: False computes all tokens again for each new
     one."""
@@ -47,7 +50,7 @@ def generate(model, request: Request, chunk: int = PREFILL, kv_cache: bool = Tru
     cache, clock = KVCache(model, len(request.tokens) + request.max_tokens), Clock(model.device)
 
     # 2. Prefill: compute the prompt in chunks; only its last token's logits are needed
-    logits = prefill(model, cache, request, chunk, clock)  # [V]
+    logits = yield from prefill(model, cache, request, chunk, clock)  # [V]
     while True:
         # 3. Sample the next token
         request.push(request.sample(logits))
@@ -60,15 +63,19 @@ def generate(model, request: Request, chunk: int = PREFILL, kv_cache: bool = Tru
             with recorded(request, clock, "decode"):
                 logits = forward(model, cache, request.tokens[-1:], len(request.tokens) - 1)  # [V]
         else:  # without a cache: compute everything again for each token
-            logits = prefill(model, cache, request, chunk, clock)  # [V]
+            logits = yield from prefill(model, cache, request, chunk, clock)  # [V]
 
 
 def prefill(model, cache: "KVCache", request: Request, chunk: int, clock: Clock):
-    """Compute all tokens of the request, in chunks. Returns: logits [V] of the last token."""
+    """Compute all tokens of the request, in chunks. This is a generator that yields between two chunks.
+    Returns: logits [V] of the last token."""
     for start in range(0, len(request.tokens), chunk):
+        if start:
+            yield
         tokens = request.tokens[start : start + chunk]
         with recorded(request, clock, f"prefill {len(tokens)}"):
             logits = forward(model, cache, tokens, start)
+        request.computed = start + len(tokens)
     return logits
 
 
@@ -133,7 +140,8 @@ class Engine(RequestQueue):
         self.model, self.chunk, self.kv_cache = model, chunk, kv_cache
 
     def step(self):
-        """Compute one more token of the oldest request. Sleep until a request arrives if there is none."""
+        """Compute one more token, or one chunk of the prompt, of the oldest request. Sleep until a request
+        arrives if there is none."""
         self.take_arrivals()
         if not self.running and self.waiting:
             self.running = [self.waiting.popleft()]
@@ -141,7 +149,7 @@ class Engine(RequestQueue):
         if self.running:
             (request,) = self.running
             self.counts["steps"] += 1
-            self.log_event("compute", [request], 1 if request.new else request.prompt_tokens)
+            self.log_event("compute", [request], 1 if request.new else min(self.chunk, request.pending))
             with self.contain(request):
                 next(self.tokens)
                 if request.finish_reason:

@@ -25,13 +25,15 @@ by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for prefill und
     python 02_paged_kv.py                                  # the server, on http://127.0.0.1:5000
 """
 
+if __name__ == "__main__":
+    import shell.start  # noqa: F401  (before PyTorch: its settings, and signals)
+
 import functools
 import importlib
 import itertools
 import logging
 import math
 import random
-import shell.cli as cli
 import sys
 import time
 from collections import OrderedDict
@@ -44,7 +46,7 @@ from common.prefixes import BlockKey, BlockKeys
 from common.requests import Interrupted, Request, RequestQueue, Unavailable, in_words
 from common.sampling import draw, likeliest
 from common.timeline import Clock
-from shell import charts, lesson
+from shell import charts, cli, lesson
 from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
@@ -195,12 +197,12 @@ class Batch:
         most = PAD_LIMIT[device.type] * len(pool.memory) * pool.block_size // pool.block_bytes  # tokens
         short = sum(count == 1 and request.next < most for request, count in self.work)
         num_padded = short if short > 1 else 0  # requests that share one padded read
-        tokens, positions, slots, last = [], [], [], []
+        size, tokens, positions, slots, last = pool.block_size, [], [], [], []
         for request, count in self.work:
             own = range(request.next, request.next + count)
             tokens += request.tokens[own.start : own.stop]
             positions += own
-            slots += [request.table[at // pool.block_size] * pool.block_size + at % pool.block_size for at in own]
+            slots += [request.table[at // size] * size + at % size for at in own]
             if count == request.pending:
                 last.append(len(positions) - 1)
         tables = [request.table[: pool.num_blocks(request.next + count)] for request, count in self.work]

@@ -22,7 +22,8 @@ Loading pays if the link delivers a token's K and V faster than the processor co
 measured. A prefix is loaded if loading is estimated to take at most 0.8 of the time to compute it. With
 `--always-restore` every prefix is loaded.
 
-`HostCache` is a Cache (common/cache.py): five required methods, and their helpers. The shortest Cache is examples/my_cache.py. Two rules hold for every Cache. First, it must keep a reference to all blocks that a
+`HostCache` is a Cache (common/cache.py): five required methods, and their helpers. The shortest Cache is
+examples/my_cache.py. Two rules hold for every Cache. First, it must keep a reference to all blocks that a
 copy reads or writes (`hold`) until the copy completes, even if the request ends before. Second, `match` must
 not find a block before its copy has completed.
 
@@ -35,10 +36,12 @@ section 3.2).
     python 03_cpu_offload.py                               # the server, on http://127.0.0.1:5000
 """
 
+if __name__ == "__main__":
+    import shell.start  # noqa: F401  (before PyTorch: its settings, and signals)
+
 import importlib
 import itertools
 import random
-import shell.cli as cli
 import statistics
 import sys
 from functools import partial
@@ -48,7 +51,7 @@ from common.cache import Cache, Match
 from common.estimates import Estimates
 from common.requests import Request
 from common.restoring import Restorer
-from shell import charts, hardware, lesson, modelled_link
+from shell import charts, cli, hardware, lesson, modelled_link
 from shell.frontend import Frontend
 from shell.machine import machine_of
 
@@ -208,7 +211,8 @@ def demo(model, frontend: Frontend, arguments):
 
     report = dict(link=lesson.describe_link(link), verified=verified)
     print(f"{blocks} device blocks, and documents of {len(asked[0].chain)} blocks each:")
-    rows = [lesson.describe("document", request) for request in asked] + [lesson.describe("the first goes on", back)]
+    rows = [lesson.describe("document", request) for request in asked]
+    rows.append(lesson.describe("the first goes on", back))
     print(f"  {lesson.QUESTION} - {back.text}\n\nTimeline (digits: layers; p: prefill, d: decode)")
     print(f"{charts.chart(back.timeline)}\n")
     title = f"TTFT of the same {back.prompt_tokens} prompt tokens, asked again"

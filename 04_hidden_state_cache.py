@@ -42,11 +42,13 @@ Source: HCache (Gao et al., EuroSys '25), sections 3, 4.2 and 5. Its scheduler, 
     python 04_hidden_state_cache.py                        # the server, on http://127.0.0.1:5000
 """
 
+if __name__ == "__main__":
+    import shell.start  # noqa: F401  (before PyTorch: its settings, and signals)
+
 import hashlib
 import importlib
 import math
 import random
-import shell.cli as cli
 import sys
 from collections import deque
 from contextlib import suppress
@@ -65,7 +67,7 @@ from common.llama import upload
 from common.requests import Request
 from common.restoring import Restorer
 from common.store import Stored, StoredChunks
-from shell import charts, hardware, lesson
+from shell import charts, cli, hardware, lesson
 from shell.backends import in_directories
 from shell.frontend import Frontend
 from shell.machine import machine_of

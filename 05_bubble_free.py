@@ -57,13 +57,15 @@ Source: HCache (Gao et al., EuroSys '25), sections 4.1, 6.2 and 6.3.
     python 05_bubble_free.py                               # the server, on http://127.0.0.1:5000
 """
 
+if __name__ == "__main__":
+    import shell.start  # noqa: F401  (before PyTorch: its settings, and signals)
+
 import argparse
 import hashlib
 import importlib
 import math
 import random
 import re
-import shell.cli as cli
 import sys
 from functools import partial
 from typing import NamedTuple
@@ -75,7 +77,7 @@ from common import link as links
 from common.llama import upload
 from common.requests import BadRequest, Request
 from common.store import StoredChunks
-from shell import charts, lesson
+from shell import charts, cli, lesson
 from shell.frontend import Frontend
 from shell.machine import measure
 

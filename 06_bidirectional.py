@@ -48,10 +48,12 @@ and B of its first version (arXiv 2410.03065v1).
     python 06_bidirectional.py --storage 0.1               # the server, on http://127.0.0.1:5000
 """
 
+if __name__ == "__main__":
+    import shell.start  # noqa: F401  (before PyTorch: its settings, and signals)
+
 import argparse
 import importlib
 import math
-import shell.cli as cli
 import statistics
 import sys
 import time
@@ -69,7 +71,7 @@ from common.llama import upload
 from common.requests import Request
 from common.restoring import Restorer
 from common.store import StoredChunks
-from shell import charts, hardware, lesson, modelled_link
+from shell import charts, cli, hardware, lesson, modelled_link
 from shell.backends import in_directories
 from shell.frontend import Frontend
 from shell.machine import machine_of

@@ -39,10 +39,12 @@ Source: HiCache of SGLang (design document); its tree is RadixAttention's (Zheng
     python 07_tiered_storage.py --storage file:pages       # the server, on http://127.0.0.1:5000
 """
 
+if __name__ == "__main__":
+    import shell.start  # noqa: F401  (before PyTorch: its settings, and signals)
+
 import argparse
 import importlib
 import random
-import shell.cli as cli
 import sys
 import tempfile
 import time
@@ -56,7 +58,7 @@ from common.cache import Match
 from common.estimates import Estimates
 from common.requests import BadRequest, Request
 from common.restoring import Restorer
-from shell import backends, charts, hardware, lesson, modelled_link
+from shell import backends, charts, cli, hardware, lesson, modelled_link
 from shell.frontend import Frontend
 from shell.machine import machine_of
 from shell.workers import HANG_SECONDS, Worker, as_integers
@@ -859,7 +861,7 @@ def add_arguments(parser):
 def prefetch_policy(string: str) -> str:
     """Check the value of --prefetch. Raises ArgumentTypeError."""
     if string == "both_ends":
-        raise argparse.ArgumentTypeError("both_ends is a script of its own now: run python -m examples.both_ends")
+        raise argparse.ArgumentTypeError("both_ends is a script of its own: run python -m examples.both_ends")
     if string not in PREFETCH:
         raise argparse.ArgumentTypeError(f"{string!r} is not one of {', '.join(PREFETCH)}")
     return string

@@ -36,12 +36,14 @@ et al.), sections III-C and IV. The zig-zag order is FlexGen's (Sheng et al., IC
     python 08_hybrid_blocks.py --policy kv-only            # the server, on http://127.0.0.1:5000
 """
 
+if __name__ == "__main__":
+    import shell.start  # noqa: F401  (before PyTorch: its settings, and signals)
+
 import argparse
 import copy
 import importlib
 import math
 import random
-import shell.cli as cli
 import statistics
 import sys
 import time
@@ -55,9 +57,9 @@ import torch
 
 from common import link as links
 from common.llama import Layer, Llama, attention, causal_mask, upload
-from common.requests import Request
+from common.requests import Interrupted, Request
 from common.timeline import Clock, Timeline
-from shell import charts, checkpoint, hardware, lesson, modelled_link
+from shell import charts, checkpoint, cli, hardware, lesson, modelled_link
 from shell.frontend import Frontend
 
 paged = importlib.import_module("02_paged_kv")
@@ -456,6 +458,7 @@ class HybridRunner:
         self.kind_map = KindMap(plan, block_size)
         self.rows = max(rows, model.config.max_position_embeddings)
         self.pool = paged.BlockPool(sum(plan[1:]), block_size)
+        self.arrivals = ()  # the engine's, so that a pass sees which requests were cancelled
         self.clock = Clock(model.device)
         self.load_link = hardware.connect("load", self.clock, bandwidth)
         self.save_link = hardware.connect("save", self.clock, bandwidth)
@@ -503,6 +506,11 @@ class HybridRunner:
         #    After the last streamed layer, begin to copy the first one for the next step
         order = [(index, batch) for index in range(len(self.model.layers)) for batch in batches]
         for (index, batch), following in zip(order, [*order[1:], None]):
+            # End the step if most of its tokens are those of cancelled requests. The next step has less than
+            # half of the tokens, so all steps that end early cost the others less than this step
+            cancelled = [request for request, error in list(self.arrivals) if error]
+            if sum(count if request in cancelled else -count for request, count in work) > 0:
+                raise Interrupted
             if batch is batches[0]:
                 layer = self.weights.layer(index)
                 layer.index = index
@@ -686,7 +694,7 @@ def make_engine(model: Llama, arguments) -> paged.Engine:
     runner = make_runner(planner, model, bandwidth, arguments.mini_batch)
     plan = runner.plan
     engine = paged.Engine(runner, None, arguments.token_budget, arguments.max_running)
-    engine.explain = arguments.explain
+    engine.explain, runner.arrivals = arguments.explain, engine.arrivals
     weights, act, kv = (size / 1e6 for size in planner.sizes)
     print(
         f"Device: {plan.resident} of {planner.layers} layers of {weights:.1f} MB, {plan.kv_device} KV and "

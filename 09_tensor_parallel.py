@@ -49,11 +49,13 @@ design document), on several ranks and on the layout `page_head`.
     torchrun --nproc-per-node 2 09_tensor_parallel.py --demo
 """
 
+if __name__ == "__main__":
+    import shell.start  # noqa: F401  (before PyTorch: its settings, and signals)
+
 import argparse
 import importlib
 import json
 import math
-import shell.cli as cli
 import sys
 import tempfile
 import time
@@ -75,7 +77,7 @@ from common.estimates import Estimates
 from common.llama import Linear
 from common.requests import Request, RequestError
 from common.restoring import Restorer
-from shell import backends, charts, checkpoint, hardware, lesson, modelled_link
+from shell import backends, charts, checkpoint, cli, hardware, lesson, modelled_link
 from shell.frontend import Frontend
 from shell.machine import machine_of
 from shell.ranks import BroadcastEngine, Ranks, join, of_environment

@@ -1,0 +1,1 @@
+import shell.settings  # noqa: F401  (before PyTorch)

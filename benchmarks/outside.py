@@ -11,7 +11,6 @@ sessions        sixteen sessions at once (HCache, Figure 9). Each system is a se
 import http.client
 import json
 import random
-import signal
 import socket
 import statistics
 import subprocess
@@ -25,7 +24,7 @@ import numpy
 from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio
 from benchmarks.planned import CHAPTERS, QUESTION
-from shell import handle_signals
+from shell import handle_signals, interrupt
 
 SESSIONS, RUNS, ROUNDS, BEGINS, ANSWER = 16, 3, 24, 800, 8  # ROUNDS: of all sessions in a run; tokens of a first history, an answer
 RATES, DIVERGED = [2.0 * 1.6**step for step in range(6)], 4.0  # rounds a second; median TTFT over that at the lowest rate
@@ -212,5 +211,5 @@ PARTS = {"sessions": (sessions, ["random:long"])}
 
 
 if __name__ == "__main__":
-    handle_signals(signal.SIGTERM)  # so that `kill` ends the servers as well
+    handle_signals(interrupt)  # so that `kill` ends the servers as well
     measure.run("outside", PARTS, report, measure.parser(__doc__, PARTS).parse_args())

@@ -338,6 +338,7 @@ class RequestQueue:
         """-> the numbers that /health and the page show."""
         counts = dict(self.counts, waiting=len(self.waiting), running=len(self.running))
         for name, pool in self.pools.items():
-            counts |= {f"{name}_blocks": pool.size, f"{name}_free": pool.free.count(1),
-                       f"{name}_cached": len(pool.cached), f"{name}_evictions": pool.evictions}
+            free = pool.free.count(1)
+            counts |= {f"{name}_blocks": pool.size, f"{name}_free": free,
+                       f"{name}_cached": pool.available - free, f"{name}_evictions": pool.evictions}
         return counts

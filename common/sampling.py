@@ -34,7 +34,7 @@ def draw(logits, temperature: float, top_k: int, top_p: float, generator: torch.
 
 
 def likely_ids(shares, top_k: int, top_p: float):
-    """-> the ids that `top_k` and then `top_p` keep of the probabilities `shares` [V], the likeliest first."""
+    """-> the ids that `top_k` and then `top_p` keep of the shares [V], the likeliest first."""
     ids, goal = torch.arange(len(shares), device=shares.device), top_p * shares.sum(dtype=torch.double)
     window = ids[shares >= shares.topk(min(WINDOW, len(ids))).values[-1]]               # WINDOW ids, or more
     if top_k <= len(window) or top_k >= len(ids) and shares[window].sum(dtype=torch.double) >= goal:

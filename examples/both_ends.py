@@ -10,10 +10,10 @@ pages from the front, while storage reads them from the back, the last page firs
 import argparse
 import importlib
 import random
-import shell.cli as cli
 import tempfile
 from itertools import takewhile
 
+import shell.cli as cli
 from common.cache import Cache
 from shell import charts, lesson
 

@@ -9,17 +9,7 @@ from pathlib import Path
 import torch
 
 from common.requests import Request, RequestError
-from shell import (
-    charts,
-    check_signals,
-    checkpoint,
-    exit_process,
-    handle_signals,
-    lesson,
-    limits,
-    texts,
-    to_json,
-)
+from shell import charts, checkpoint, exit_process, handle_signals, interrupt, lesson, limits, texts, to_json
 from shell.frontend import Frontend, check_messages
 
 
@@ -68,14 +58,13 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
     add_arguments(parser)
     arguments = parser.parse_args()
 
-    handle_signals(signal.SIGTERM, signal.SIGHUP)   # so that a terminated process cleans up
     limits.limit_threads()
     for name in "stdout", "stderr":                 # None if the parent closed it
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="replace")        # a terminal without UTF-8 shows ?
     try:
         run(doc, chapter, arguments, make_engine, demo, load)
-    except BrokenPipeError:         # `shell.print_exception` handles it
+    except BrokenPipeError:         # `shell.settings` handles it
         raise
     except KeyboardInterrupt as error:
         exit_process(128 + (error.args or (signal.SIGINT,))[0])
@@ -106,13 +95,14 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
                 device=torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu")
 
     # 3. The demo makes its own engines; the server and --prompt use one engine
-    check_signals()
     if arguments.demo:
+        handle_signals(interrupt)       # from now on there are files and threads to clean up
         lesson.ROUNDS = arguments.rounds
         report, timelines = demo(model, frontend, arguments)
     else:
         engine = make_engine(model, arguments)
         frontend.fields = engine.fields
+        handle_signals(interrupt)
         try:
             if arguments.prompt is None:
                 info["title"] = (doc or chapter).partition("\n")[0]
@@ -136,7 +126,6 @@ def answer(engine, request: Request) -> Request:
     Returns: the finished request. Raises the request's error."""
     engine.submit(request)
     while not request.pieces.empty() or request.outcome is None:
-        check_signals()
         if request.pieces.empty():
             engine.step()
         elif isinstance(piece := request.pieces.get(), Exception):

@@ -60,8 +60,8 @@ class CheckedLink(Link):
     """A GPU's link whose kernel copies scattered blocks (shell/copy_kernels.py). It checks this kernel once,
     at the start.
 
-    `backend`: "direct" (the copy engine) or "kernel"; None: choose for each copy. If the check fails, or if a copy by the kernel raises later, the copy engine copies all blocks from then
-    on, and one line says so."""
+    `backend`: "direct" (the copy engine) or "kernel"; None: choose for each copy. If the check fails, or if a
+    copy by the kernel raises later, the copy engine copies all blocks from then on, and one line says so."""
 
     def __init__(self, name: str, clock):
         super().__init__(name, clock, limited_stream())

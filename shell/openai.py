@@ -3,7 +3,9 @@ import math
 import time
 import uuid
 
+from common.requests import BadRequest
 from shell.frontend import FLAG, LABEL, OBJECT, PROMPT, SAMPLING, TEMPLATE, check_fields, only
+from shell.guards import events, read_body
 
 # Unsupported fields of OpenAI, vLLM, SGLang and llama.cpp: (the value that changes nothing, names)
 NEUTRAL = (
@@ -47,7 +49,8 @@ def parse(body, chat: bool, frontend) -> tuple[dict, bool, bool]:
 def replies(pieces, chat: bool, model: str, stream: bool, with_usage: bool):
     """Yield one complete reply, or else the chunks of a stream and then the string [DONE].
 
-    `pieces`: pieces of text, and the Result last. `model`: the name in each reply."""
+    `pieces`: pieces of text, None where there is nothing new, and the request last. `model`: the name in each
+    reply."""
     kind = ("chat.completion.chunk" if stream else "chat.completion") if chat else "text_completion"
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     head = dict(id=name, object=kind, created=int(time.time()), model=model)
@@ -61,8 +64,8 @@ def replies(pieces, chat: bool, model: str, stream: bool, with_usage: bool):
     if stream:
         yield reply("", role="assistant")       # in one chunk only: clients concatenate roles
     for piece in pieces:
-        if stream and isinstance(piece, str):
-            yield reply(piece)
+        if stream and isinstance(piece, str | None):
+            yield piece and reply(piece)
     used = piece.usage
     usage = dict(used, total_tokens=used["prompt_tokens"] + used["completion_tokens"],
                  prompt_tokens_details=dict(cached_tokens=used["cached_tokens"]))
@@ -73,3 +76,23 @@ def replies(pieces, chat: bool, model: str, stream: bool, with_usage: bool):
         yield "[DONE]"
     else:
         yield dict(reply(piece.text, piece.finish_reason, role="assistant"), usage=usage)
+
+
+def add_routes(app, answer, frontend, model: str):
+    """Add OpenAI's routes to a Flask app.
+
+    `answer(fields)` submits a request and returns its pieces, as `replies` takes them."""
+    @app.post("/v1/chat/completions", defaults=dict(chat=True))
+    @app.post("/v1/completions", defaults=dict(chat=False))
+    def complete(chat: bool):
+        fields, streaming, with_usage = parse(read_body(), chat, frontend)
+        chunks = replies(answer(fields), chat, model, streaming, with_usage)
+        return events(chunks) if streaming else next(chunks)
+
+    @app.get("/v1/models", defaults=dict(name=""))
+    @app.get("/v1/models/<path:name>")          # a folder's name has slashes
+    def models(name: str):
+        if name not in ("", model.lstrip("/")):
+            raise BadRequest(f"The only model here is {model!r}; ask for that.", 404)
+        entry = dict(id=model, object="model", created=0, owned_by="local")
+        return entry if name else dict(object="list", data=[entry])

@@ -15,12 +15,13 @@ if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-import pytest
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+import shell.settings  # noqa: F401, I001  (before PyTorch)
+import pytest
+import torch
 
 from shell import checkpoint, machine, random_models, workers
 from shell.frontend import Frontend

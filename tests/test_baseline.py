@@ -90,3 +90,11 @@ def test_who_hangs_up_in_line_or_under_way_frees_the_line(model, steps):
     counts = engine.counters()
     assert (counts["requests"], counts["finished"], counts["cancelled"], counts["failed"]) == (3, 1, 2, 0)
     assert (counts["prompt_tokens"], counts["completion_tokens"], counts["running"]) == (30, 8, 0)
+
+
+def test_a_client_that_leaves_costs_one_more_chunk_of_its_prompt(model):
+    engine, left, last = baseline.Engine(model, chunk=40), Request(PROMPT, 8), Request(PROMPT[:30], 8)
+    submit(engine, left, last, steps=2)
+    engine.cancel(left, ClientDisconnected("gone"))
+    until_over(engine, last)
+    assert labels(left) == ["prefill 40"] * 2 and last.new == answer(model, PROMPT[:30], 8).new

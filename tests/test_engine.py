@@ -4,7 +4,6 @@ import importlib
 import os
 import random
 import threading
-from shell.cli import summary
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from common.cache import Cache, Match
 from common.link import Transfer, TransferError
 from common.requests import Request, RequestError, Unavailable
+from shell.cli import summary
 from shell.texts import result_json
 from tests.support import engines
 from tests.support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, make, submit, tiny_model

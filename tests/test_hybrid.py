@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks import hybrid_blocks
 from common.link import TransferError
-from common.requests import Request
+from common.requests import ClientDisconnected, Request
 from shell import cli
 from shell.checkpoint import ModelError
 from shell.modelled_link import ModelledLink as Link
@@ -315,6 +315,25 @@ def started(words: str):
     parser = cli.parser_for("")
     hybrid.add_arguments(parser)
     return hybrid.make_engine(MODEL, parser.parse_args([words, "--link=1", "--device-memory=0.001"]))
+
+
+@pytest.mark.parametrize("leaves, layers", [(0, [0, 0, 1, 2]), (1, [0, 1, 2, 0])])
+def test_a_step_ends_before_its_next_layer_if_most_of_its_tokens_are_cancelled(monkeypatch, leaves, layers):
+    engine, computed = started("--max-running=8"), []
+    asked, compute = [Request(draw(random.Random(9), length), 4) for length in (300, 20)], engine.runner.compute
+
+    def leave(index, *more):
+        computed.append(index)
+        if len(computed) == 1:
+            engine.cancel(asked[leaves], ClientDisconnected("gone"))
+        compute(index, *more)
+
+    monkeypatch.setattr(engine.runner, "compute", leave)
+    submit(engine, *asked)
+    engines.until_over(engine, *asked)
+    assert computed[:4] == layers and str(asked[leaves].outcome) == "gone"
+    assert ORACLE.judge(asked[1 - leaves]) == "equal"
+    check_pools(engine)
 
 
 @pytest.mark.parametrize("words", ["--max-running=1", "--block-size=4096", "--block-size=1", "--blocks=8", "--mini-batch=1",

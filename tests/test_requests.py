@@ -1,7 +1,6 @@
 """Requests and results: fields, messages, text with stop strings, sampling, and the front end."""
 import itertools
 import random
-from shell.cli import answer, summary
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from common import sampling
 from common.requests import BadRequest, Request, Unavailable
 from shell import checkpoint, openai
+from shell.cli import answer, summary
 from shell.frontend import PROMPT, SAMPLING, Frontend, Writer, check_fields, check_messages
 from shell.texts import result_json
 from tests.support.stub import Engine

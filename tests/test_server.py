@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import re
-import signal
 import socket
 import threading
 import time
@@ -13,18 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.requests import Request
-from shell import backends, to_json
+from shell import backends, guards, page, to_json
 from shell import server as servers
 from shell.workers import Worker
 from tests.conftest import ROOT
-from tests.support.serving import ASK, CHAT, INFO, TIMEOUT, eventually, sentence, serving
+from tests.support.serving import ASK, CHAT, INFO, TIMEOUT, Client, eventually, sentence, serving
 from tests.support.stub import Engine
 
 TEXT = dict(prompt="Hello", max_tokens=8, temperature=0)
@@ -124,13 +122,13 @@ def test_wrong_routes_and_methods_are_told(client, method, path, status):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("size", [servers.MAX_BODY, servers.MAX_BODY + 1, servers.MAX_BODY + 2, 20 << 20])
+@pytest.mark.parametrize("size", [guards.MAX_BODY, guards.MAX_BODY + 1, guards.MAX_BODY + 2, 20 << 20])
 def test_a_body_that_is_too_large_gets_its_answer(client, size, chunked):
     headers = {"Transfer-Encoding": "chunked"} if chunked else {"Content-Length": str(size)}
     with closing(http.client.HTTPConnection("127.0.0.1", client.port, timeout=TIMEOUT)) as connection:
         connection.request("POST", "/generate", iter([b"x" * size]), headers, encode_chunked=chunked)
         response = connection.getresponse()
-        status, words = (413, f"larger than {servers.MAX_BODY}") if size > servers.MAX_BODY else (400, "not JSON")
+        status, words = (413, f"larger than {guards.MAX_BODY}") if size > guards.MAX_BODY else (400, "not JSON")
         assert response.status == status and words in sentence(json.loads(response.read())["error"])
     assert client.ask("/generate", ASK).status == 200
 
@@ -145,14 +143,13 @@ def sent(client, raw: bytes) -> socket.socket:
     b"GET /nothing HTTP/1.1\r\n\r\n", b"POST /generate HTTP/1.1\r\n\r\n",
     b"POST /generate HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
     b"POST /generate HTTP/1.1\r\nContent-Length: x\r\n\r\n",
-    b"POST /generate HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n{}",
     b"POST /generate HTTP/1.1\r\nContent-Length: 50\r\n\r\n{}"], ids=lambda raw: repr(raw[:60]))
 def test_broken_http_gets_a_json_error(client, raw):
     with sent(client, raw) as connection:
         connection.shutdown(socket.SHUT_WR)
         reply = b"".join(iter(lambda: connection.recv(65536), b""))
     sentence(json.loads(reply[reply.index(b"{"):])["error"])
-    assert b" 500 " not in reply.split(b"\r\n")[0] and reply.count(b"100 Continue") == raw.count(b"100-continue")
+    assert b" 500 " not in reply.split(b"\r\n")[0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -164,41 +161,15 @@ def test_a_client_of_http_1_0_gets_no_chunks(client, stream):
     assert said.startswith(b"data: {" if stream else b"{")
 
 
-HALF = b"POST /generate HTTP/1.1\r\nContent-Length: 9\r\n"
-
-
-@pytest.mark.parametrize("more", [b"", b"X", b"\r\n\r\n{", b"\r\n\r\n{}       "])
-def test_half_a_request_keeps_its_connection_for_a_while_and_cuts_no_stream(frontend, monkeypatch, caplog, more):
+@pytest.mark.parametrize("more", [b"", b"\r\n{"])
+def test_a_client_that_stops_sending_loses_its_connection_and_cuts_no_stream(frontend, monkeypatch, more):
     monkeypatch.setattr(servers.Handler, "timeout", 1.0)  # the stream's request must arrive within it
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
         stream, = waiting(client, threads, ("/generate", dict(ASK, stream=True)))     # as during a long step
-        with sent(client, HALF) as half, suppress(ConnectionError):
-            half.sendall(more)
-            eventually(lambda: half.sendall(more[-1:]) if more else half.recv(1) == b"")    # slow bytes do not keep the connection
+        with sent(client, b"POST /generate HTTP/1.1\r\nContent-Length: 9\r\n" + more) as half, suppress(ConnectionError):
+            assert b"".join(iter(lambda: half.recv(65536), b"")) == b"" or more
         client.engine.let()
         assert "result" in stream.result().events[-1]
-    assert not caplog.records
-
-
-def test_a_flood_of_halves_makes_room_for_others_and_ends_no_answer(frontend, monkeypatch):
-    monkeypatch.setattr(servers, "MAX_REQUESTS", 2)
-    monkeypatch.setattr(servers.Handler, "timeout", 2 * TIMEOUT)
-    with serving(frontend) as client, ThreadPoolExecutor() as threads:
-        stream, = waiting(client, threads, ("/generate", dict(ASK, stream=True)))
-        halves = [sent(client, HALF) for _ in range(12)]
-        assert client.ask("/health").status == 200
-        assert [half.recv(1) for half in halves[:8]] == [b""] * 8
-        client.engine.let()
-        assert "result" in stream.result().events[-1]
-
-
-def test_where_accepting_fails_it_waits(monkeypatch):
-    listener, waited = servers.listen("127.0.0.1", 0), []
-    monkeypatch.setattr(servers, "time", Mock(sleep=waited.append))
-    listener.socket.close()                     # as if the process had no file descriptor left
-    with pytest.raises(OSError):
-        listener.get_request()
-    assert waited == [listener.timeout]
 
 
 ANYTHING = st.recursive(
@@ -267,6 +238,36 @@ def test_a_client_that_hangs_up_while_tokens_come_fast_is_cancelled(frontend):
             eventually(lambda: client.engine.running)
         eventually(lambda: client.engine.counters()["cancelled"] == 1)
         assert client.engine.counters()["finished"] == 0
+
+
+def test_a_client_that_leaves_before_its_request_is_submitted_costs_no_step(frontend, monkeypatch):
+    encode, begun, left = frontend.encode, threading.Event(), threading.Event()
+    monkeypatch.setattr(frontend, "encode", lambda *prompt: begun.set() or left.wait(TIMEOUT) and encode(*prompt))
+    with serving(frontend) as client:
+        with closing(client.send("/generate", ASK)):
+            assert begun.wait(TIMEOUT)
+        left.set()
+        assert client.ask("/generate", ASK).status == 200 and client.counters()["requests"] == 1
+
+
+@pytest.mark.parametrize("route,body", ROUTES)
+def test_a_queued_stream_sends_its_headers_and_then_comments(frontend, monkeypatch, route, body):
+    monkeypatch.setattr(servers, "SILENCE_SECONDS", 0.0)
+    with serving(frontend) as client:
+        client.engine.hold()
+        with closing(client.send(route, dict(body, stream=True))) as connection:
+            reply = connection.getresponse()
+            eventually(lambda: reply.readline() == b": waiting\n")
+            client.engine.let()
+            assert reply.headers.get_content_type() == "text/event-stream" and b"data: " in reply.read()
+
+
+def test_a_server_without_its_model_yet_says_when_to_ask_again():
+    listener = servers.listen("127.0.0.1", 0)
+    for asked in (("/health",), ("/generate", ASK), ("/",)):
+        reply = Client(listener.port).ask(*asked)
+        assert "loading its model" in reply.error(503, "server_error") and int(reply.headers["Retry-After"]) > 0
+    listener.shutdown()
 
 
 def test_an_exception_inside_is_a_500_and_the_next_request_works(frontend, caplog):
@@ -340,15 +341,6 @@ def test_whoever_waits_is_told_while_a_step_goes_on(frontend):
         assert all("shutting down" in reply.result(TIMEOUT).error(503, "server_error") for reply in replies)
 
 
-def test_an_error_where_connections_are_accepted_ends_the_server(frontend, monkeypatch):
-    server, listener = servers.Server(Engine(), frontend, INFO), servers.listen("127.0.0.1", 0)
-    monkeypatch.setattr(listener, "handle_request", Mock(side_effect=OSError("no more sockets")))
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(OSError, match="no more sockets"):
-        servers.serve(listener, server)
-    assert server.closing and [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-
-
 def test_an_idle_server_takes_no_steps_and_still_runs_what_comes_between_them(client):
     client.ask("/generate", ASK)
     eventually(lambda: client.engine.asleep)
@@ -389,10 +381,10 @@ def test_state_shows_who_waits_and_runs_what_the_pools_hold_and_what_was_found(f
 
 
 def test_a_conversation_goes_on_with_its_last_prompt_and_the_oldest_are_forgotten(monkeypatch):
-    monkeypatch.setattr(servers, "MAX_CONVERSATIONS", 2)
+    monkeypatch.setattr(page, "MAX_CONVERSATIONS", 2)
     prompts = [1, 2, 3], [1, 2, 3, 4], [1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 5], [6]
     asked, numbers, last = [Request(prompt, 1) for prompt in prompts], {}, {}
-    servers.owners(asked, numbers, last)
+    page.owners(asked, numbers, last)
     assert [*numbers.values()] == [1, 1, 2, 1, 3, 4] and set(last) == {3, 4}
 
 
@@ -400,8 +392,8 @@ def test_a_letter_says_what_becomes_of_a_block():
     pool = Engine(blocks=8).pools["device"]
     pool.references = [0, 0, 1, 2, 1, 1, 1, 1]
     pool.key_of = [None, "a", "b", "c", None, None, None, "d"]
-    assert servers.block_states(pool, [([3, 2, 4], 20), ([3, 5], 10)]) == ".-usrrff"
-    assert servers.block_states(pool, []) == ".-ffffff"
+    assert page.block_states(pool, [([3, 2, 4], 20), ([3, 5], 10)]) == ".-usrrff"
+    assert page.block_states(pool, []) == ".-ffffff"
 
 
 def test_a_timeline_is_that_of_the_answer_with_its_plan_and_what_is_not_measured_yet_is_null_in_json(frontend):

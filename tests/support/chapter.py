@@ -6,6 +6,9 @@ from pathlib import Path
 if str(ROOT := Path(__file__).resolve().parent.parent.parent) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+if __name__ == "__main__":
+    import shell.start  # noqa: F401
+
 from shell import cli, server
 from tests.support.stub import Engine
 
@@ -24,7 +27,7 @@ def make_engine(model, arguments):
 
 def demo(model, frontend, arguments):
     request = frontend.request("Hello", max_tokens=arguments.max_tokens)
-    result = make_engine(model, arguments).generate([request])[0].outcome
+    result = make_engine(model, arguments).generate([request])[0]
     print(result.text, flush=True)
     time.sleep(arguments.pause)
     return dict(link=None, verified=True, rows=[result.usage]), [result.timeline]

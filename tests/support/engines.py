@@ -134,7 +134,10 @@ def make(cache="none", blocks=64, block_size=16, model=None, always_restore=True
     runner = runner or paged.Runner(model, blocks, block_size)
     if model.device.type == "cuda" and isinstance(runner, paged.Runner):
         runner.pieces = Pieces(model)
-    return paged.Engine(runner, cache and Restorer(cache, Estimates(machine_of(model), always_restore)), **options)
+    estimates = Estimates(machine_of(model), always_restore)
+    engine = paged.Engine(runner, cache and Restorer(cache, estimates), **options)
+    runner.arrivals = engine.arrivals  # chapter 08 reads them
+    return engine
 
 
 def draw(rng: random.Random, count: int) -> list[int]:

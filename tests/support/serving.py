@@ -35,11 +35,12 @@ class Reply:
 
     @property
     def events(self) -> list:
-        """The events of a stream: JSON objects, and the string [DONE]."""
+        """The events of a stream: JSON objects, and the string [DONE]. Comments are left out."""
         assert self.status == 200 and self.kind == "text/event-stream", self.raw
         *parts, end = self.raw.decode().split("\n\n")
-        assert end == "" and all(part.startswith("data: ") for part in parts)
-        return [part[6:] if part == "data: [DONE]" else strictly(part[6:]) for part in parts]
+        assert end == "" and all(part.startswith(("data: ", ": ")) for part in parts)
+        said = [part[6:] for part in parts if part.startswith("data: ")]
+        return [part if part == "[DONE]" else strictly(part) for part in said]
 
     def error(self, status: int, kind: str = "invalid_request_error") -> str:
         """Check the form of an error reply, and return its sentence."""
@@ -86,17 +87,13 @@ def serving(frontend, engine=None, info=INFO, **options):
     server, listener = Server(engine or Engine(), frontend, info, **options), listen("127.0.0.1", 0)
     listener.app = make_app(server)
     steps = threading.Thread(target=server.run, daemon=True)
-    thread = threading.Thread(target=listener.serve_forever, args=[0.01], daemon=True)
     steps.start()
-    thread.start()
     try:
         yield Client(listener.port, server, steps)
     finally:
         getattr(server.engine, "let", bool)()  # only the stub engine can be held
         server.close()
         listener.shutdown()
-        thread.join()
-        listener.server_close()
         steps.join(TIMEOUT)
     assert not steps.is_alive() and not server.engine.running and not server.engine.waiting
 
