@@ -16,7 +16,7 @@ class BlockKey:
     parent: "BlockKey | None" = field(repr=False)
     tokens: tuple
     digest: bytes  # SHA-256 of the parent's digest and the tokens: the key outside this process
-    depth: int  # number of blocks before this one
+    depth: int = 0  # number of blocks before this one
 
 
 class BlockKeys:

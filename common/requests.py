@@ -93,7 +93,7 @@ class Request:
     table: list[int] = field(default_factory=list)              # its blocks, in token order
     chain: list = field(default_factory=list)                   # the BlockKeys of its full blocks
     computed: int = 0              # number of leading tokens whose K and V are in its blocks
-    next: int = 0                  # first token that the next step computes; later than `computed` while
+    next: int = field(init=False)  # first token that the next step computes; later than `computed` while
                                    # the tokens between the two are being restored
     portion: float = math.inf      # most tokens that a restoration lets the next step compute
     registered: int = 0            # number of leading blocks whose keys are in the pool's index
@@ -105,7 +105,7 @@ class Request:
 
     def __post_init__(self):
         self.tokens = list(self.tokens)                         # a copy, because it grows
-        self.prompt_tokens = len(self.tokens)
+        self.prompt_tokens, self.next = len(self.tokens), self.computed
         self.timeline.began = self.received
         self.generator = torch.Generator()
         self.generator.manual_seed(secrets.randbits(64) if self.seed is None else self.seed)

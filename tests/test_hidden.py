@@ -38,7 +38,7 @@ def found(engine, tokens) -> int:
 def asked(engine, tokens) -> Request:
     """Return a queued request."""
     request = Request(list(tokens), 1)
-    engine.extend(request)
+    engine.block_keys.extend(request.chain, request.tokens, request.salt)
     return request
 
 

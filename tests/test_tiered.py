@@ -993,7 +993,8 @@ def test_a_damaged_file_is_never_used_and_all_that_are_gone_are_written_again(ki
     path, other = rng.sample(sorted(tmp_path.glob("*.page")), 2)
     good, at = path.read_bytes(), rng.randrange(path.stat().st_size)
     with engine_with(cache_on(kind, tmp_path, 1.0)) as engine:
-        engine.extend(request := Request(prompt + [3], 4))
+        request = Request(prompt + [3], 4)
+        engine.block_keys.extend(request.chain, request.tokens)
         engine.lower_tier.cache.match(request)  # the match finds the file
         flipped = good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
         path.write_bytes(dict(flipped=flipped, cut=good[:100], another=other.read_bytes()).get(damage, b""))

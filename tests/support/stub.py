@@ -64,7 +64,7 @@ class Engine(RequestQueue):
         for request in list(self.running):
             began, label = time.perf_counter(), "decode" if request.new else f"prefill {request.pending}"
             time.sleep(self.pause)
-            request.computed = len(request.tokens)
+            request.computed = request.next = len(request.tokens)
             request.timeline.add("compute", label, began, time.perf_counter())
             prompt = request.tokens[:request.prompt_tokens]
             said = [token for token in prompt if token not in request.end_tokens]
@@ -87,7 +87,6 @@ class Engine(RequestQueue):
         self.running.append(request)
 
     def release(self, request):
-        self.running.remove(request)
         for block in request.table:
             self.pools["device"].register(block, BlockKey(None, (), b""))
             self.pools["device"].release([block])
