@@ -86,11 +86,11 @@ class HostCache(Cache):
             link.speed()  # measure a GPU's link now, so that no request waits for it
 
     def match(self, request):
-        size = self.pool.block_size
-        found = self.host.find(request.chain[request.computed // size : request.history // size])
-        if found:
+        size, first = self.pool.block_size, request.computed // self.pool.block_size
+        if found := self.host.find(request.chain[first : request.history // size]):
+            tokens = (first + len(found)) * size - request.computed
             seconds = self.load_link.seconds(len(found) * self.host.block_bytes, len(self.model.layers))
-            return Match(len(found) * size, seconds, found, {"cpu": len(found) * size})
+            return Match(tokens, seconds, found, {"cpu": tokens})
 
     def restore(self, request, restoration, match):
         transfers = self.copy_in(request, restoration.start, match.blocks)

@@ -333,9 +333,9 @@ class HiddenCache(Cache):
         self.ring, self.head, self.free = rows, 0, rows  # the buffer's length, next row, free rows
 
     def match(self, request):
-        size = self.pool.block_size
-        if locations := self.store.find(request.chain[request.computed // size : request.history // size]):
-            tokens = len(locations) * size
+        size, first = self.pool.block_size, request.computed // self.pool.block_size
+        if locations := self.store.find(request.chain[first : request.history // size]):
+            tokens = (first + len(locations)) * size - request.computed
             source = "disk" if self.store.stored(locations) else "cpu"
             seconds = self.seconds(request.computed, request.computed + tokens, locations)
             return Match(tokens, seconds, locations, {source: tokens}, rows=tokens)

@@ -371,6 +371,7 @@ class TieredCache(offload.HostCache):
         done yet. A page that was there already keeps its block."""
         for block_key, host_block in zip(block_keys, host_blocks):
             self.host.register(host_block, block_key)
+        self.host.use(sorted(block_keys, key=lambda page: page.depth))
         for node in self.tree.change(block_keys):
             node.host_blocks = [self.host.block_of[block_key] for block_key in node.pages]
 
@@ -436,7 +437,9 @@ class TieredCache(offload.HostCache):
             dirty += [page for page in self.to_write(node) if not self.has_block(page)]
         if self.write_policy == "write_back":
             self.counts["dirty_evicted"] += len(dirty)
-            room = partial(self.host.make_room, keep=() if self.storage else dirty)
+            # The first requests in the queue, which may be the cause of this eviction, need their host pages
+            needed = set().union(*(one.chain for one in islice(self.engine.waiting, RETRY_REQUESTS)))
+            room = partial(self.host.make_room, keep=needed.union(() if self.storage else dirty))
             while not self.save_link.hangs and (fits := room(len(dirty))):
                 pages, dirty, host_blocks = dirty[:fits], dirty[fits:], self.host.allocate(fits)
                 copy = self.copy_out([block_of[page] for page in pages], host_blocks)
@@ -652,6 +655,7 @@ class TieredCache(offload.HostCache):
         prefetch.load = None
         for block, page in zip(blocks, pages := pages if arrived else []):
             self.pool.register(block, page)
+        self.pool.use(prefetch.chain)
         for node in self.tree.change(pages):
             node.device = True
         prefetch.loaded.update(pages)
@@ -673,13 +677,14 @@ class TieredCache(offload.HostCache):
 
     def match(self, request):
         """Return a Match of the request's next pages, as far as host memory holds them, or None."""
-        size, prefetch = self.pool.block_size, request.memo
-        missing = request.chain[request.computed // size : request.history // size]
+        size, first, prefetch = self.pool.block_size, request.computed // self.pool.block_size, request.memo
+        missing = request.chain[first : request.history // size]
         if prefetch and prefetch.loaded and not request.readmitted:
             self.credit(request, prefetch)
         there = takewhile(lambda span: span[0].host_blocks, self.tree.spans(missing))
         if host_blocks := [host_block for node, part in there for host_block in node.host_blocks[part]]:
-            tokens, read = size * len(host_blocks), prefetch.pages_read if prefetch else set()
+            tokens = (first + len(host_blocks)) * size - request.computed
+            read = prefetch.pages_read if prefetch else set()
             read = size * len(read.intersection(missing[: len(host_blocks)]))
             found = dict(cpu=tokens - read, storage=min(tokens, read))
             seconds = self.load_link.seconds(len(host_blocks) * self.host.block_bytes, len(self.model.layers))

@@ -370,12 +370,13 @@ class PageHeadCache(KVCache):
         super().finished(request)
         self.storage.use(self.keys(request.chain))
 
-    def on_saved(self, request, transfer, block_keys, host_blocks, arrived: bool):
+    def on_saved(self, request, transfer, block_keys, arrived: bool):
         """Write the pages that have arrived in host memory to storage. At most a quarter of the host blocks
         may be held by such writes."""
-        super().on_saved(request, transfer, block_keys, host_blocks, arrived)
-        for block_key, host_block in zip(block_keys, host_blocks):
-            if arrived and len(self.in_flight["written"]) < max(1, self.host.size // 4):
+        super().on_saved(request, transfer, block_keys, arrived)
+        for block_key in block_keys if arrived else ():
+            host_block = self.host.block_of[block_key]
+            if len(self.in_flight["written"]) < max(1, self.host.size // 4):
                 keys, values = self.keys([block_key]), self.memory([host_block])
                 # If another rank writes these objects, this rank stops doubting them. The agreed hits stay
                 # right, because the other rank doubts them until it has written them

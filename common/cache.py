@@ -86,7 +86,7 @@ class Cache:
         restoration of the request. The blocks of `request.chain` from number `request.computed // block size`
         up to `request.history // block size` are missing.
 
-        Returns: a Match of tokens that follow `request.computed`, or None. All tokens that `restore` would
+        Returns: a Match of tokens that follow `request.computed` (which may lie inside a block), or None. All tokens that `restore` would
         load must be available now: their copies or writes into this tier must have completed."""
 
     def restore(self, request: Request, restoration: Restoration, match: Match):

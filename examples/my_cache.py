@@ -37,10 +37,11 @@ class MyCache(Cache):
 
     def match(self, request):
         """Called when a request is admitted: offer the blocks that host memory has, up to the first gap."""
-        size = self.pool.block_size
-        if found := self.host.find(request.chain[request.computed // size : request.history // size]):
+        size, first = self.pool.block_size, request.computed // self.pool.block_size
+        if found := self.host.find(request.chain[first : request.history // size]):
+            tokens = (first + len(found)) * size - request.computed
             seconds = self.load_link.seconds(len(found) * self.host.block_bytes)
-            return Match(len(found) * size, seconds, found, {"cpu": len(found) * size})
+            return Match(tokens, seconds, found, {"cpu": tokens})
 
     def restore(self, request, restoration, match):
         """Issue the copies of all layers, then yield each one. The driver resumes this generator when that
