@@ -118,6 +118,7 @@ class BlockStore:
         self.row_bytes = sum(width for _, width in rows) * model.dtype.itemsize
         self.pool.block_bytes = size * self.row_bytes
         self.fillings: dict[Request, Filling] = {}
+        self.unwritten: dict = {}  # block key that storage must still get -> its request, oldest first
         self.writing: set = set()  # block keys that are being written to storage
 
     def find(self, block_keys: list) -> list:
@@ -188,9 +189,8 @@ class BlockStore:
         for piece in pieces:
             piece.filling.lost |= not arrived
             if piece.block_key and not piece.filling.lost:
-                self.register(piece.block, piece.block_key)
-        for request in {piece.filling.request for piece in pieces if piece.block_key}:
-            self.use_stored(request)
+                self.pool.register(piece.block, piece.block_key)
+                self.queue_writes(piece.filling.request, [piece.block_key])
 
     def drop(self, fillings):
         """Keep no more rows of these fillings. A request that is admitted again gets a new Filling."""
@@ -203,6 +203,7 @@ class BlockStore:
         """Forget a request."""
         if filling := self.fillings.pop(request, None):
             self.close_block(filling)
+        self.queue_writes(request, request.chain)  # an earlier write may have failed
         self.use_stored(request)
 
     # Storage
@@ -210,6 +211,11 @@ class BlockStore:
     def digest(self, block_key) -> bytes:
         """-> the block's key in storage."""
         return hashlib.sha256(block_key.digest + self.name.encode()).digest()
+
+    def ask(self, request, block_keys: list):
+        """Ask storage for the blocks of a queued request that `find` does not find."""
+        unknown = block_keys[len(self.find(block_keys)) :]
+        self.storage.ask(request, [self.digest(block_key) for block_key in unknown], len(self.parts))
 
     def find_stored(self, block_key) -> Stored | None:
         """-> where storage has the block, or None."""
@@ -219,17 +225,42 @@ class BlockStore:
         """-> only the locations that are in storage."""
         return [location for location in locations if isinstance(location, Stored)]
 
-    def register(self, block: int, block_key):
-        """Let `find` return the block, and write the block to storage. It is held until it is written.
+    def queue_writes(self, request, block_keys: list):
+        """Queue those blocks in host memory that storage lacks. They stay queued until host memory evicts
+        them."""
+        for block_key in block_keys if self.storage else ():
+            known = block_key in self.writing or self.find_stored(block_key)
+            if block_key in self.pool.block_of and not known:
+                self.unwritten.setdefault(block_key, request)
 
-        A block whose parent is not in storage is not written, because `find` would end before it."""
-        self.pool.register(block, block_key)
-        before = block_key.parent
-        if self.storage and (before is None or before in self.writing or self.find_stored(before)):
-            if written := self.storage.write(self.digest(block_key), [part[block] for part in self.arrays]):
+    def write_queued(self):
+        """Write queued blocks, the oldest first, as long as storage accepts them. A block is held until it is
+        written; such blocks take at most a quarter of host memory.
+
+        A block whose parent is neither in storage nor being written is dropped, because `find` would end
+        before it. Once no block of a request is queued any more, mark its chain as used."""
+        served = set()
+        while self.unwritten and len(self.writing) < max(1, self.pool.size // 4):
+            block_key, request = next(iter(self.unwritten.items()))
+            before, block = block_key.parent, self.pool.block_of[block_key]
+            if before is None or before in self.writing or self.find_stored(before):
+                written = self.storage.write(self.digest(block_key), [part[block] for part in self.arrays])
+                if not written:
+                    break
                 self.writing.add(block_key)
-                then = lambda arrived: self.writing.discard(block_key)  # noqa: E731
+                then = partial(self.on_written, block_key)
                 self.cache.hold(f"write {block}", [written], (self.pool, [block]), then=then)
+            else:
+                self.cache.counts["writes_dropped"] += 1
+            del self.unwritten[block_key]
+            served.add(request)
+        for request in served.difference(self.unwritten.values()):
+            self.use_stored(request)
+
+    def on_written(self, block_key, arrived: bool):
+        """Called when a write has ended. Count the block if storage does not have it."""
+        self.writing.discard(block_key)
+        self.cache.counts["writes_dropped"] += not self.find_stored(block_key)
 
     def use_stored(self, request):
         """Mark the request's chain as recently used in storage."""
@@ -237,9 +268,10 @@ class BlockStore:
             self.storage.use([self.digest(block_key) for block_key in request.chain], len(self.parts))
 
     def on_evict(self, lost: list):
-        """Count the lost blocks: evicted blocks that storage does not have."""
-        if self.storage:
-            self.cache.counts["blocks_lost"] += sum(not self.find_stored(block_key) for _, block_key in lost)
+        """Count the lost blocks: evicted blocks that storage does not have. Drop their queued writes."""
+        for _, block_key in lost if self.storage else ():
+            self.cache.counts["blocks_lost"] += not self.find_stored(block_key)
+            self.cache.counts["writes_dropped"] += self.unwritten.pop(block_key, None) is not None
 
     def fetch(self, block_keys: list, locations: list) -> tuple[list[int], dict]:
         """Reference the blocks at `locations`, and start to read stored ones into free host blocks.
@@ -255,7 +287,7 @@ class BlockStore:
             for part, (layer, memory) in enumerate(zip(self.layers, self.arrays)):
                 reads[layer] += self.storage.read(stored, [memory[block] for block in fresh], part)
             new = zip(fresh, [key for key, found in zip(block_keys, locations) if isinstance(found, Stored)])
-            then = lambda arrived: [self.register(*pair) for pair in new if arrived]  # noqa: E731
+            then = lambda arrived: [self.pool.register(*pair) for pair in new if arrived]  # noqa: E731
             self.cache.hold(f"read {fresh[0]}", sum(reads.values(), []), (self.pool, fresh), then=then)
         return blocks, reads
 
@@ -294,7 +326,7 @@ class HiddenCache(Cache):
         self.save_link = hardware.connect("save", engine.clock, self.bandwidth, wake)
         self.lanes = deque(links.Worker("scatter", wake) for _ in range(THREADS))
         if self.storage:
-            self.storage.open(wake)
+            self.storage.open(wake, engine.notifier())
         self.load_link.speed()  # measure a GPU's link now, so that no request waits for it
         self.projecting = Speed(math.inf)  # rows per second, in one layer
         self.spans = deque()  # projections: (request, rows, label, start mark, end mark)
@@ -320,6 +352,13 @@ class HiddenCache(Cache):
         rows = 4 * self.engine.token_budget  # rows of the snapshot buffer, for each part
         self.snapshot = [memory((rows, part.shape[-1]), part.dtype) for part in store.parts]
         self.ring, self.head, self.free = rows, 0, rows  # the buffer's length, next row, free rows
+
+    def submitted(self, request):
+        if self.storage:
+            self.store.ask(request, self.missing(request))
+
+    def waits(self, request):
+        return bool(self.storage) and not self.storage.answered(request)
 
     def match(self, request):
         if locations := self.store.find(self.missing(request)):
@@ -418,6 +457,10 @@ class HiddenCache(Cache):
 
     # Saving
 
+    def poll(self):
+        super().poll()
+        self.store.write_queued()
+
     def save_layer(self, layer, hidden, batch):
         if layer == 0:
             self.inputs = []  # an interrupted step starts again
@@ -513,7 +556,9 @@ class HiddenCache(Cache):
 
     def close(self):
         if self.storage:
+            self.poll()
             self.drain()
+            self.counts["writes_dropped"] += len(self.store.unwritten) + len(self.store.writing)
         self.close_each(self.load_link, self.save_link, *self.lanes, self.storage)
 
 

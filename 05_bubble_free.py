@@ -258,7 +258,8 @@ class PlannedCache(hidden_states.HiddenCache):
     def finished(self, request):
         super().finished(request)
         if self.storage:
-            self.storage.write(self.plan_key(self.letters), [numpy.zeros(0, numpy.uint8)])
+            if not self.has_files(self.letters):
+                self.storage.write(self.plan_key(self.letters), [numpy.zeros(0, numpy.uint8)])
             self.storage.use([self.plan_key(self.letters)])
 
     def seconds(self, start, end, locations):

@@ -198,7 +198,8 @@ class RequestQueue:
     def __init__(self, capacity: int | None = None):
         """`capacity`: the most tokens that one request may take, answer included; None: no limit."""
         self.capacity = capacity   # tokens
-        self.arrivals: deque[tuple[Request, Exception | None]] = deque()    # an error: cancel; None: add
+        # (request, None): add; (request, error): cancel; (None, None): look at the queue again
+        self.arrivals: deque[tuple[Request | None, Exception | None]] = deque()
         self.wake = threading.Event()                           # set by an arrival or a completed transfer
         self.waiting: deque[Request] = deque()                  # first come, first served
         self.running: list[Request] = []                        # oldest first
@@ -226,13 +227,20 @@ class RequestQueue:
         self.arrivals.append((request, error))
         self.wake.set()
 
+    def notifier(self):
+        """-> a function that ends a pass in which the engine waits for a copy, as an arrival does. A thread
+        calls it when a queued request may have what it waits for. The function does not reference the
+        engine, so that the engine can be collected."""
+        arrivals, wake = self.arrivals, self.wake
+        return lambda: (arrivals.append((None, None)), wake.set())
+
     def take_arrivals(self):
         """End the cancelled requests, and enqueue the submitted ones. Called at the start of each step."""
         while self.arrivals:
             request, error = self.arrivals.popleft()
             if error is not None:
                 self.finish(request, error)
-            elif request.outcome is None:                       # it was not cancelled
+            elif request and request.outcome is None:           # it was not cancelled
                 with self.contain(request):
                     self.enqueue(request)
 
@@ -255,7 +263,7 @@ class RequestQueue:
         self.wake.clear()
 
     def interrupt(self):
-        """Raise Interrupted if a request has arrived or was cancelled."""
+        """Raise Interrupted if a request has arrived, was cancelled, or may have what it waits for."""
         if self.arrivals:
             raise Interrupted
 

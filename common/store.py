@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import suppress
 from itertools import cycle
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy
 
@@ -32,11 +33,13 @@ class StoredChunks:
 
     def __init__(self, *storages: "Storage"):
         self.storages, self.turn = storages, cycle(storages)  # round-robin
+        self.asked = WeakKeyDictionary()  # request -> the lookups that `ask` has started
 
-    def open(self, wake):
-        """Start the threads of all storages. `wake`: called after each of their jobs."""
+    def open(self, wake, notify):
+        """Start the threads of all storages. `wake`: called after each of their jobs; `notify`: after each
+        lookup instead."""
         for storage in self.storages:
-            storage.open(wake)
+            storage.open(wake, notify)
 
     def keys(self, key: bytes, parts: int) -> list[bytes]:
         """-> a key of 32 bytes for each part of the chunk `key`."""
@@ -58,13 +61,23 @@ class StoredChunks:
             arrays.append(array)
         return [storage.get(*read, label or f"part {part}") for storage, read in reads.items()]
 
+    def ask(self, request, keys: list[bytes], parts: int = 1):
+        """Look up the blocks or chunks of a queued request that no `index` has, because another process may
+        have stored them since. `find` finds them once `answered`."""
+        unknown = [part for key in keys if not self.find(key, parts) for part in self.keys(key, parts)]
+        shared = [storage for storage in self.storages if unknown and storage.backend and not storage.silent]
+        self.asked[request] = [(storage, storage.exists(unknown)) for storage in shared]
+
+    def answered(self, request) -> bool:
+        """-> whether all storages that are not silent have answered what `ask` has asked for the request."""
+        return all(answer.ready or storage.silent for storage, answer in self.asked.get(request, ()))
+
     def write(self, key: bytes, parts: list[numpy.ndarray]) -> Transfer | None:
         """Write a chunk in the background.
 
-        Returns: a Transfer; None if the chunk is stored already, or if all storages are backlogged."""
-        if not self.find(key, len(parts)):
-            free = [storage for storage in (next(self.turn), *self.storages) if not storage.is_backlogged]
-            return free[0].set(self.keys(key, len(parts)), parts) if free else None
+        Returns: a Transfer, or None if all storages are backlogged."""
+        free = [storage for storage in (next(self.turn), *self.storages) if not storage.is_backlogged]
+        return free[0].set(self.keys(key, len(parts)), parts) if free else None
 
     def use(self, keys: list[bytes], parts: int = 1):
         """Mark the stored keys of a chain as used. Its last block will be deleted first."""
@@ -79,6 +92,11 @@ class StoredChunks:
     def speed(self) -> float:
         """-> bytes per second, of all storages together."""
         return sum(storage.speed() for storage in self.storages)
+
+    @property
+    def is_backlogged(self) -> bool:
+        """Whether writing hangs, or too many jobs wait for it, in all storages."""
+        return all(storage.is_backlogged for storage in self.storages)
 
     @property
     def errors(self) -> int:
@@ -108,23 +126,23 @@ class Storage:
     `exists` must also mark the keys as used, the last key first, so that the last block of a chain is deleted
     first. A back end need not verify values, because `Storage` puts a checksum of key and contents in front
     of each value. A back end for `has` must also have an attribute `index`, which contains the keys that it
-    stores.
+    stores as far as this process knows; `exists` must bring it up to date.
 
     If a read fails, the keys whose values are missing or damaged are doubted; if the back end raises, all
-    keys of the read are. Doubted keys count as not stored until they are written again. While the storage is
-    `silent`, no request may wait for it."""
+    keys of the read are. Doubted keys count as not stored until they are written again, or until the back end
+    itself says that it lacks them. While the storage is `silent`, no request may wait for it."""
 
     def __init__(self, backend, name: str = "storage", bandwidth=None):
         """`backend`: see above. `bandwidth`: of modelled storage that is slower than the back end
         (shell/modelled_link.py)."""
         self.backend, self.name, self.bandwidth, self.errors = backend, name, bandwidth, 0
-        self.doubted: set[bytes] = set()  # keys whose latest read or write failed, until written again
+        self.doubted: set[bytes] = set()  # keys whose latest read failed
         self.failing: set[str] = set()  # names of the methods whose latest call raised
 
-    def open(self, wake):
-        """Start the threads. `wake`: called after each job."""
+    def open(self, wake, notify=None):
+        """Start the threads. `wake`: called after each job; `notify`: after each lookup instead."""
         self.reader, self.writer = Worker("storage", wake), Worker("save", wake, background=True)
-        self.asker = Worker("ask", wake)  # lookups do not wait for long reads
+        self.asker = Worker("ask", notify or wake)  # lookups do not wait for long reads
 
     def exists(self, keys: list[bytes]) -> Transfer:
         """Look up keys, and mark them as used.
@@ -152,8 +170,8 @@ class Storage:
     def set(self, keys: list[bytes], values: list[numpy.ndarray]) -> Transfer:
         """Write the values that are not stored yet.
 
-        Returns: a Transfer whose value is the number of values written. Keys whose write fails are
-        doubted."""
+        Returns: a Transfer. Its value has the keys that are stored then; a key whose write has failed is
+        missing."""
         size = sum(value.nbytes for value in values)
         return self.writer.submit("write", size, self.track_errors, self.write, keys, values)
 
@@ -206,9 +224,11 @@ class Storage:
             raise
 
     def look_up(self, keys: list[bytes]) -> list[bool]:
-        """-> whether each key is stored and not doubted. Marks the keys as used."""
-        there = self.backend.exists([key.hex() for key in keys])
-        return [known and key not in self.doubted for key, known in zip(keys, there, strict=True)]
+        """-> whether each key is stored and not doubted. Marks the keys as used. Drops doubts about keys that
+        the back end lacks."""
+        there = dict(zip(keys, self.backend.exists([key.hex() for key in keys]), strict=True))
+        self.doubted.difference_update(key for key in keys if not there[key])
+        return [there[key] and key not in self.doubted for key in keys]
 
     def read(self, keys: list[bytes], into: list[numpy.ndarray]):
         """Read values into arrays. Raises Damaged if a value is missing or damaged."""
@@ -225,23 +245,20 @@ class Storage:
         finally:
             self.doubted |= wrong
 
-    def write(self, keys: list[bytes], values: list[numpy.ndarray]) -> int:
-        """Write the values that are not stored yet. Returns: how many were written."""
-        absent = {}
+    def write(self, keys: list[bytes], values: list[numpy.ndarray]) -> list[bytes]:
+        """Write the values that are not stored yet. Returns: the keys that are stored now."""
+        absent, stored = {}, keys
         for key, value, there in zip(keys, values, self.look_up(keys), strict=True):
             if not there:
                 value = numpy.ascontiguousarray(value)
                 absent[key.hex()] = b"".join([checksum(key, value), value])
-        failed = set()
         try:
             self.backend.set([*absent], [*absent.values()])
+            self.doubted.difference_update(keys)
         except Exception:  # some keys may be stored all the same
             self.errors += 1
-            there = self.backend.exists([*absent])
-            failed = {bytes.fromhex(key) for key, known in zip(absent, there) if not known}
-        self.doubted.difference_update(keys)
-        self.doubted |= failed
-        return len(absent) - len(failed)
+            stored = [key for key, there in zip(keys, self.look_up(keys)) if there]
+        return stored
 
     def close(self):
         for lane in self.reader, self.writer, self.asker:
