@@ -558,8 +558,9 @@ class HiddenCache(Cache):
         if self.storage:
             self.poll()
             self.drain()
-            self.counts["writes_dropped"] += len(self.store.unwritten) + len(self.store.writing)
         self.close_each(self.load_link, self.save_link, *self.lanes, self.storage)
+        super().poll()
+        self.counts["writes_dropped"] += len(self.store.unwritten) + len(self.store.writing)
 
 
 # 3. The demo -----------------------------------------------------------------------------------

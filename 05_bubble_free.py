@@ -255,11 +255,16 @@ class PlannedCache(hidden_states.HiddenCache):
         name = f" {self.pool.block_size} {letters}"
         return hashlib.sha256(self.engine.block_keys.namespace + name.encode()).digest()
 
+    def save(self, batch):
+        """Write the plan's marker, unless it is there, before the blocks: the next start needs it to find
+        them."""
+        if self.storage and not self.has_files(self.letters):
+            self.storage.write(self.plan_key(self.letters), [numpy.zeros(0, numpy.uint8)])
+        super().save(batch)
+
     def finished(self, request):
         super().finished(request)
         if self.storage:
-            if not self.has_files(self.letters):
-                self.storage.write(self.plan_key(self.letters), [numpy.zeros(0, numpy.uint8)])
             self.storage.use([self.plan_key(self.letters)])
 
     def seconds(self, start, end, locations):

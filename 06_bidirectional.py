@@ -333,8 +333,9 @@ class BidirectionalCache(Cache):
 
     def close(self):
         self.drain()
-        self.counts["writes_dropped"] += len(self.saving)
         self.close_each(self.save_link, self.load_link, self.storage)
+        super().poll()
+        self.counts["writes_dropped"] += len(self.saving)
 
     # K and V as bytes
 

@@ -299,11 +299,13 @@ class PageHeadCache(KVCache):
         super().__init__(ranks, blocks, bandwidth)
         self.storage, self.heads, self.writes = storage, heads, writes
         self.reading: set = set()  # keys of pages that are being read from storage
+        self.unwritten: dict = {}  # keys of pages in host memory that wait to be written, oldest first -> True
         self.late = False  # True after a request has waited too long for storage, until a read completes
 
     def attach(self, engine):
         super().attach(engine)
         self.storage.open(engine.wake.set)
+        self.host.on_evict = self.drop_writes
 
     def keys(self, block_keys) -> list[bytes]:
         """Return a storage key for each page and each of this rank's heads, page by page."""
@@ -364,21 +366,39 @@ class PageHeadCache(KVCache):
         self.storage.use(self.keys(request.chain))
 
     def on_saved(self, request, transfer, block_keys, host_blocks, arrived: bool):
-        """Write the pages that have arrived in host memory to storage. At most a quarter of the host blocks
-        may be held by such writes."""
+        """Queue the pages that have arrived in host memory for storage."""
         super().on_saved(request, transfer, block_keys, host_blocks, arrived)
-        for block_key, host_block in zip(block_keys, host_blocks):
-            if arrived and len(self.in_flight["written"]) < max(1, self.host.size // 4):
-                keys, values = self.keys([block_key]), self.memory([host_block])
-                # If another rank writes these objects, this rank stops doubting them. The agreed hits stay
-                # right, because the other rank doubts them until it has written them
-                if not self.writes:
-                    self.storage.doubted.difference_update(keys)
-                    keys = values = []
-                self.hold("written", [self.storage.set(keys, values)], (self.host, [host_block]))
+        self.unwritten.update(dict.fromkeys(block_keys if arrived else (), True))
+
+    def poll(self):
+        """Write queued pages, the oldest first. At most a quarter of the host blocks may be held by writes."""
+        super().poll()
+        while self.unwritten and len(self.in_flight["written"]) < max(1, self.host.size // 4):
+            block_key = next(iter(self.unwritten))
+            host_blocks = self.host.find([block_key])
+            keys, values = self.keys([block_key]), self.memory(host_blocks)
+            # If another rank writes these objects, this rank stops doubting them. The agreed hits stay right,
+            # because the other rank doubts them until it has written them
+            if not self.writes:
+                self.storage.doubted.difference_update(keys)
+                keys = values = []
+            write = self.storage.set(keys, values)
+            self.hold("written", [write], (self.host, host_blocks), then=partial(self.on_written, keys, write))
+            del self.unwritten[block_key]
+
+    def on_written(self, keys: list[bytes], write, arrived: bool):
+        """Called when the write of a page has ended. Count the page if storage lacks a part of it."""
+        self.counts["writes_dropped"] += len(write.value or ()) < len(keys)
+
+    def drop_writes(self, lost: list):
+        """Called before host memory evicts blocks: drop their queued writes. `lost`: (block, key) pairs."""
+        self.counts["writes_dropped"] += sum(self.unwritten.pop(block_key, False) for _, block_key in lost)
 
     def close(self):
+        self.drain()
         self.close_each(super(), self.storage)
+        late = [write for (write,), *_ in self.in_flight["written"] if not write.own.ready]
+        self.counts["writes_dropped"] += len(self.unwritten) + len(late)
 
 
 # 4. The demo -----------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class Cache:
     def drain(self):
         """Wait up to 5 s for the transfers that are still in flight. Used by `close`."""
         until = time.perf_counter() + 5.0
-        while any(self.in_flight.values()) and time.perf_counter() < until:
+        while any(self.in_flight.values()) and self.agree(time.perf_counter() < until):
             self.poll()
             time.sleep(1e-3)
 

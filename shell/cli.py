@@ -111,6 +111,8 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
             print(f"{result.text * engine.explain}\n\n{summary(result)}")     # --explain's lines came first
         finally:
             engine.close()
+            if dropped := engine.counts["writes_dropped"]:
+                print(f"{dropped} writes to storage were dropped: it was too slow, full, or has failed.", file=sys.stderr)
         report, timelines = result.as_json(), [result.timeline]
 
     # 4. The files of --json and --trace
