@@ -118,8 +118,8 @@ class BlockStore:
         self.row_bytes = sum(width for _, width in rows) * model.dtype.itemsize
         self.pool.block_bytes = size * self.row_bytes
         self.fillings: dict[Request, Filling] = {}
-        self.unwritten: dict = {}  # block key that storage must still get -> its request, oldest first
-        self.writing: set = set()  # block keys that are being written to storage
+        self.unwritten: dict = {}  # keys of blocks in host memory that storage may lack, oldest first
+        self.writing: set = set()  # keys of blocks that are being written to storage
 
     def find(self, block_keys: list) -> list:
         """Find the beginning of a chain, up to the first block that is in neither host memory nor storage.
@@ -190,7 +190,8 @@ class BlockStore:
             piece.filling.lost |= not arrived
             if piece.block_key and not piece.filling.lost:
                 self.pool.register(piece.block, piece.block_key)
-                self.queue_writes(piece.filling.request, [piece.block_key])
+        for request in {piece.filling.request for piece in pieces if piece.block_key}:
+            self.store_chain(request)
 
     def drop(self, fillings):
         """Keep no more rows of these fillings. A request that is admitted again gets a new Filling."""
@@ -203,19 +204,13 @@ class BlockStore:
         """Forget a request."""
         if filling := self.fillings.pop(request, None):
             self.close_block(filling)
-        self.queue_writes(request, request.chain)  # an earlier write may have failed
-        self.use_stored(request)
+        self.store_chain(request)
 
     # Storage
 
     def digest(self, block_key) -> bytes:
         """-> the block's key in storage."""
         return hashlib.sha256(block_key.digest + self.name.encode()).digest()
-
-    def ask(self, request, block_keys: list):
-        """Ask storage for the blocks of a queued request that `find` does not find."""
-        unknown = block_keys[len(self.find(block_keys)) :]
-        self.storage.ask(request, [self.digest(block_key) for block_key in unknown], len(self.parts))
 
     def find_stored(self, block_key) -> Stored | None:
         """-> where storage has the block, or None."""
@@ -225,53 +220,39 @@ class BlockStore:
         """-> only the locations that are in storage."""
         return [location for location in locations if isinstance(location, Stored)]
 
-    def queue_writes(self, request, block_keys: list):
-        """Queue those blocks in host memory that storage lacks. They stay queued until host memory evicts
-        them."""
-        for block_key in block_keys if self.storage else ():
-            known = block_key in self.writing or self.find_stored(block_key)
-            if block_key in self.pool.block_of and not known:
-                self.unwritten.setdefault(block_key, request)
-
-    def write_queued(self):
-        """Write queued blocks, the oldest first, as long as storage accepts them. A block is held until it is
-        written; such blocks take at most a quarter of host memory.
-
-        A block whose parent is neither in storage nor being written is dropped, because `find` would end
-        before it. Once no block of a request is queued any more, mark its chain as used."""
-        served = set()
-        while self.unwritten and len(self.writing) < max(1, self.pool.size // 4):
-            block_key, request = next(iter(self.unwritten.items()))
-            before, block = block_key.parent, self.pool.block_of[block_key]
-            if before is None or before in self.writing or self.find_stored(before):
-                written = self.storage.write(self.digest(block_key), [part[block] for part in self.arrays])
-                if not written:
-                    break
-                self.writing.add(block_key)
-                then = partial(self.on_written, block_key)
-                self.cache.hold(f"write {block}", [written], (self.pool, [block]), then=then)
-            else:
-                self.cache.counts["writes_dropped"] += 1
-            del self.unwritten[block_key]
-            served.add(request)
-        for request in served.difference(self.unwritten.values()):
-            self.use_stored(request)
-
-    def on_written(self, block_key, arrived: bool):
-        """Called when a write has ended. Count the block if storage does not have it."""
-        self.writing.discard(block_key)
-        self.cache.counts["writes_dropped"] += not self.find_stored(block_key)
-
-    def use_stored(self, request):
-        """Mark the request's chain as recently used in storage."""
+    def store_chain(self, request):
+        """Queue the request's blocks in host memory for storage, and mark its chain as recently used there."""
         if self.storage:
+            self.unwritten |= dict.fromkeys(filter(self.pool.block_of.__contains__, request.chain))
+            self.write_queued()
             self.storage.use([self.digest(block_key) for block_key in request.chain], len(self.parts))
 
+    def write_queued(self):
+        """Write the queued blocks that storage lacks, oldest first, as long as storage accepts them. Each is
+        held until it is written; such blocks take at most a quarter of host memory. The others stay queued
+        until host memory evicts them.
+
+        A block whose parent is neither in storage nor being written is not written, because `find` would end
+        before it."""
+        for block_key in [*self.unwritten]:
+            before, block = block_key.parent, self.pool.block_of[block_key]
+            known = block_key in self.writing or self.find_stored(block_key)
+            if not known and (before is None or before in self.writing or self.find_stored(before)):
+                contents, most = [part[block] for part in self.arrays], max(1, self.pool.size // 4)
+                written = len(self.writing) < most and self.storage.write(self.digest(block_key), contents)
+                if not written:
+                    return
+                self.writing.add(block_key)
+                then = lambda arrived, one=block_key: self.writing.discard(one)  # noqa: E731
+                self.cache.hold(f"write {block}", [written], (self.pool, [block]), then=then)
+            del self.unwritten[block_key]
+
     def on_evict(self, lost: list):
-        """Count the lost blocks: evicted blocks that storage does not have. Drop their queued writes."""
-        for _, block_key in lost if self.storage else ():
-            self.cache.counts["blocks_lost"] += not self.find_stored(block_key)
-            self.cache.counts["writes_dropped"] += self.unwritten.pop(block_key, None) is not None
+        """Count the lost blocks: evicted blocks that storage does not have. They are not written any more."""
+        if self.storage:
+            count = sum(not self.find_stored(block_key) for _, block_key in lost)
+            self.cache.counts.update(blocks_lost=count, writes_dropped=count)
+            self.unwritten = {one: None for one in self.unwritten if one in self.pool.block_of}
 
     def fetch(self, block_keys: list, locations: list) -> tuple[list[int], dict]:
         """Reference the blocks at `locations`, and start to read stored ones into free host blocks.
@@ -326,7 +307,7 @@ class HiddenCache(Cache):
         self.save_link = hardware.connect("save", engine.clock, self.bandwidth, wake)
         self.lanes = deque(links.Worker("scatter", wake) for _ in range(THREADS))
         if self.storage:
-            self.storage.open(wake, engine.notifier())
+            self.storage.open(engine)
         self.load_link.speed()  # measure a GPU's link now, so that no request waits for it
         self.projecting = Speed(math.inf)  # rows per second, in one layer
         self.spans = deque()  # projections: (request, rows, label, start mark, end mark)
@@ -355,10 +336,8 @@ class HiddenCache(Cache):
 
     def submitted(self, request):
         if self.storage:
-            self.store.ask(request, self.missing(request))
-
-    def waits(self, request):
-        return bool(self.storage) and not self.storage.answered(request)
+            keys = [self.store.digest(block_key) for block_key in self.missing(request)]
+            self.hold(f"ask {request.id}", self.storage.ask(keys, len(self.store.parts)))
 
     def match(self, request):
         if locations := self.store.find(self.missing(request)):
@@ -556,11 +535,9 @@ class HiddenCache(Cache):
 
     def close(self):
         if self.storage:
-            self.poll()
             self.drain()
         self.close_each(self.load_link, self.save_link, *self.lanes, self.storage)
-        super().poll()
-        self.counts["writes_dropped"] += len(self.store.unwritten) + len(self.store.writing)
+        self.store.on_evict([(block, block_key) for block_key, block in self.store.pool.block_of.items()])
 
 
 # 3. The demo -----------------------------------------------------------------------------------

@@ -214,6 +214,8 @@ class PlannedCache(hidden_states.HiddenCache):
         blocks = self.blocks * hidden_states.bytes_per_token(self.model) // numbers
         store = hidden_states.BlockStore(self, letters, blocks, rows)
         self.use_store([layer for layer, letter in enumerate(letters) if letter == "H"], store)
+        if self.storage:  # before all blocks: without the marker, the next start does not find them
+            self.storage.write(self.plan_key(letters), [numpy.zeros(0, numpy.uint8)])
 
     # Planning
 
@@ -254,13 +256,6 @@ class PlannedCache(hidden_states.HiddenCache):
         """Return the storage key of a plan's marker: an empty value that is stored along with its blocks."""
         name = f" {self.pool.block_size} {letters}"
         return hashlib.sha256(self.engine.block_keys.namespace + name.encode()).digest()
-
-    def save(self, batch):
-        """Write the plan's marker, unless it is there, before the blocks: the next start needs it to find
-        them."""
-        if self.storage and not self.has_files(self.letters):
-            self.storage.write(self.plan_key(self.letters), [numpy.zeros(0, numpy.uint8)])
-        super().save(batch)
 
     def finished(self, request):
         super().finished(request)

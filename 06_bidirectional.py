@@ -139,7 +139,7 @@ class BidirectionalCache(Cache):
         self.block_keys = paged.BlockKeys(f"{self.model.digest.hex()} {self.model.dtype} {kind}", CHUNK)
         self.saving: set = set()  # keys of chunks that are being copied or written to storage
         self.sent: Counter = Counter()  # request -> number of leading chunks that `save` has handled
-        self.storage.open(wake, engine.notifier())
+        self.storage.open(engine)
 
     # Finding
 
@@ -149,10 +149,7 @@ class BidirectionalCache(Cache):
         return self.block_keys.extend(request.memo, request.tokens, request.options.get("cache_salt", ""))
 
     def submitted(self, request):
-        self.storage.ask(request, [block_key.digest for block_key in self.chain(request)])
-
-    def waits(self, request):
-        return not self.storage.answered(request)
+        self.hold(f"ask {request.id}", self.storage.ask([one.digest for one in self.chain(request)]))
 
     def match(self, request):
         """Offer the longest run of adjacent chunks that storage has. Prefill computes the tokens between
@@ -283,13 +280,13 @@ class BidirectionalCache(Cache):
 
     def save(self, batch):
         """Send the chunks that have become full to storage, unless storage has them. If no staging block is
-        free, or if storage is backlogged, try again after the request's next step. Chunks that are left after
-        its last step are dropped."""
+        free, try again after the request's next step. Chunks that are left after its last step are
+        dropped."""
         for request, _ in batch.work:
             chain = self.chain(request)
             for number in range(self.sent[request], request.computed // CHUNK):
                 if self.is_unsaved(chain[number]):
-                    if not self.staging.available or self.storage.is_backlogged:
+                    if not self.staging.available:
                         break
                     self.save_chunk(request, chain[: number + 1])
                 self.sent[request] = number + 1
@@ -314,15 +311,11 @@ class BidirectionalCache(Cache):
         request.timeline.add("save", transfer.label, *transfer.span())
         written = self.storage.write(chain[-1].digest, [self.arrays[block]]) if arrived else None
         if written is None:
-            return self.on_written(chain[-1], False)
+            self.counts["writes_dropped"] += arrived
+            return self.saving.discard(chain[-1])
         self.storage.use([block_key.digest for block_key in chain])
-        then = partial(self.on_written, chain[-1])
+        then = lambda arrived: self.saving.discard(chain[-1])  # noqa: E731
         self.hold(f"place {block}", [written], (self.staging, [block]), then=then)
-
-    def on_written(self, block_key, arrived: bool):
-        """Called when a write has ended. Count the chunk if storage does not have it."""
-        self.saving.discard(block_key)
-        self.counts["writes_dropped"] += self.is_unsaved(block_key)
 
     def finished(self, request):
         chain, sent = request.memo or [], self.sent.pop(request, 0)
@@ -334,8 +327,7 @@ class BidirectionalCache(Cache):
     def close(self):
         self.drain()
         self.close_each(self.save_link, self.load_link, self.storage)
-        super().poll()
-        self.counts["writes_dropped"] += len(self.saving)
+        self.counts["writes_dropped"] += sum(not self.storage.find(one.digest) for one in self.saving)
 
     # K and V as bytes
 

@@ -299,13 +299,12 @@ class PageHeadCache(KVCache):
         super().__init__(ranks, blocks, bandwidth)
         self.storage, self.heads, self.writes = storage, heads, writes
         self.reading: set = set()  # keys of pages that are being read from storage
-        self.unwritten: dict = {}  # keys of pages in host memory that wait to be written, oldest first -> True
+        self.unwritten: list = []  # keys of pages in host memory that wait to be written, oldest first
         self.late = False  # True after a request has waited too long for storage, until a read completes
 
     def attach(self, engine):
         super().attach(engine)
         self.storage.open(engine.wake.set)
-        self.host.on_evict = self.drop_writes
 
     def keys(self, block_keys) -> list[bytes]:
         """Return a storage key for each page and each of this rank's heads, page by page."""
@@ -368,31 +367,26 @@ class PageHeadCache(KVCache):
     def on_saved(self, request, transfer, block_keys, host_blocks, arrived: bool):
         """Queue the pages that have arrived in host memory for storage."""
         super().on_saved(request, transfer, block_keys, host_blocks, arrived)
-        self.unwritten.update(dict.fromkeys(block_keys if arrived else (), True))
+        self.unwritten += block_keys if arrived else []
 
     def poll(self):
-        """Write queued pages, the oldest first. At most a quarter of the host blocks may be held by writes."""
+        """Write queued pages. At most a quarter of the host blocks may be held by such writes. The other pages
+        stay queued until host memory evicts them."""
         super().poll()
-        while self.unwritten and len(self.in_flight["written"]) < max(1, self.host.size // 4):
-            block_key = next(iter(self.unwritten))
+        queued, self.unwritten = self.unwritten, []
+        for block_key in queued:
             host_blocks = self.host.find([block_key])
-            keys, values = self.keys([block_key]), self.memory(host_blocks)
+            if host_blocks and len(self.in_flight["written"]) >= max(1, self.host.size // 4):
+                self.unwritten.append(block_key)
+                continue
+            self.counts["writes_dropped"] += not host_blocks
+            keys, values = self.keys([block_key] * len(host_blocks)), self.memory(host_blocks)
             # If another rank writes these objects, this rank stops doubting them. The agreed hits stay right,
             # because the other rank doubts them until it has written them
             if not self.writes:
                 self.storage.doubted.difference_update(keys)
                 keys = values = []
-            write = self.storage.set(keys, values)
-            self.hold("written", [write], (self.host, host_blocks), then=partial(self.on_written, keys, write))
-            del self.unwritten[block_key]
-
-    def on_written(self, keys: list[bytes], write, arrived: bool):
-        """Called when the write of a page has ended. Count the page if storage lacks a part of it."""
-        self.counts["writes_dropped"] += len(write.value or ()) < len(keys)
-
-    def drop_writes(self, lost: list):
-        """Called before host memory evicts blocks: drop their queued writes. `lost`: (block, key) pairs."""
-        self.counts["writes_dropped"] += sum(self.unwritten.pop(block_key, False) for _, block_key in lost)
+            self.hold("written", [self.storage.set(keys, values)], (self.host, host_blocks))
 
     def close(self):
         self.drain()

@@ -227,13 +227,6 @@ class RequestQueue:
         self.arrivals.append((request, error))
         self.wake.set()
 
-    def notifier(self):
-        """-> a function that ends a pass in which the engine waits for a copy, as an arrival does. A thread
-        calls it when a queued request may have what it waits for. The function does not reference the
-        engine, so that the engine can be collected."""
-        arrivals, wake = self.arrivals, self.wake
-        return lambda: (arrivals.append((None, None)), wake.set())
-
     def take_arrivals(self):
         """End the cancelled requests, and enqueue the submitted ones. Called at the start of each step."""
         while self.arrivals:

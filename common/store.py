@@ -10,7 +10,6 @@ from collections import Counter
 from contextlib import suppress
 from itertools import cycle
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy
 
@@ -33,13 +32,13 @@ class StoredChunks:
 
     def __init__(self, *storages: "Storage"):
         self.storages, self.turn = storages, cycle(storages)  # round-robin
-        self.asked = WeakKeyDictionary()  # request -> the lookups that `ask` has started
 
-    def open(self, wake, notify):
-        """Start the threads of all storages. `wake`: called after each of their jobs; `notify`: after each
-        lookup instead."""
+    def open(self, engine):
+        """Start the threads of all storages. A lookup that has ended also ends a pass in which the engine waits
+        for a copy, because a queued request may wait for the lookup (`ask`)."""
+        arrivals, wake = engine.arrivals, engine.wake  # the threads must not reference the engine
         for storage in self.storages:
-            storage.open(wake, notify)
+            storage.open(wake.set, lambda: (arrivals.append((None, None)), wake.set()))
 
     def keys(self, key: bytes, parts: int) -> list[bytes]:
         """-> a key of 32 bytes for each part of the chunk `key`."""
@@ -61,16 +60,12 @@ class StoredChunks:
             arrays.append(array)
         return [storage.get(*read, label or f"part {part}") for storage, read in reads.items()]
 
-    def ask(self, request, keys: list[bytes], parts: int = 1):
-        """Look up the blocks or chunks of a queued request that no `index` has, because another process may
-        have stored them since. `find` finds them once `answered`."""
+    def ask(self, keys: list[bytes], parts: int = 1) -> list[Transfer]:
+        """Look up the chunks that no `index` has, because another process may have stored them since. `find`
+        finds them when these Transfers are complete."""
         unknown = [part for key in keys if not self.find(key, parts) for part in self.keys(key, parts)]
-        shared = [storage for storage in self.storages if unknown and storage.backend and not storage.silent]
-        self.asked[request] = [(storage, storage.exists(unknown)) for storage in shared]
-
-    def answered(self, request) -> bool:
-        """-> whether all storages that are not silent have answered what `ask` has asked for the request."""
-        return all(answer.ready or storage.silent for storage, answer in self.asked.get(request, ()))
+        shared = [storage for storage in self.storages if storage.backend and not storage.silent]
+        return [storage.exists(unknown) for storage in shared if unknown]
 
     def write(self, key: bytes, parts: list[numpy.ndarray]) -> Transfer | None:
         """Write a chunk in the background.
@@ -92,11 +87,6 @@ class StoredChunks:
     def speed(self) -> float:
         """-> bytes per second, of all storages together."""
         return sum(storage.speed() for storage in self.storages)
-
-    @property
-    def is_backlogged(self) -> bool:
-        """Whether writing hangs, or too many jobs wait for it, in all storages."""
-        return all(storage.is_backlogged for storage in self.storages)
 
     @property
     def errors(self) -> int:
@@ -139,10 +129,10 @@ class Storage:
         self.doubted: set[bytes] = set()  # keys whose latest read failed
         self.failing: set[str] = set()  # names of the methods whose latest call raised
 
-    def open(self, wake, notify=None):
-        """Start the threads. `wake`: called after each job; `notify`: after each lookup instead."""
+    def open(self, wake, answered=None):
+        """Start the threads. `wake`: called after each job; `answered`: after each lookup instead."""
         self.reader, self.writer = Worker("storage", wake), Worker("save", wake, background=True)
-        self.asker = Worker("ask", notify or wake)  # lookups do not wait for long reads
+        self.asker = Worker("ask", answered or wake)  # lookups do not wait for long reads
 
     def exists(self, keys: list[bytes]) -> Transfer:
         """Look up keys, and mark them as used.

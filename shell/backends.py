@@ -81,10 +81,11 @@ class Directory:
     def exists(self, keys: list[str]) -> list[bool]:
         latest = self.now = max(time.time_ns(), self.now + len(keys) * self.step)
         known = self.index.intersection(keys)
-        for at, key in enumerate(keys):
-            with suppress(OSError):  # deleted, or owned by another user
-                os.utime(self.path(key), ns=(latest, latest - at * self.step))
-        there = [os.path.isfile(self.path(key)) for key in keys]
+        paths = [f"{self.folder}/{key}.page" for key in keys]
+        there = [os.path.isfile(path) for path in paths]
+        for at, path in compress(enumerate(paths), there):
+            with suppress(OSError):     # deleted just now, or owned by another user
+                os.utime(path, ns=(latest, latest - at * self.step))
         self.update_index(known, set(compress(keys, there)))
         return there
 
