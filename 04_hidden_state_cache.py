@@ -122,7 +122,8 @@ class BlockStore:
         self.row_bytes = sum(width for _, width in rows) * model.dtype.itemsize
         self.pool.block_bytes = size * self.row_bytes
         self.fillings: dict[Request, Filling] = {}
-        self.writing: set = set()  # block keys that are being written to storage
+        self.unwritten: dict = {}  # keys of blocks in host memory that storage may lack, oldest first
+        self.writing: set = set()  # keys of blocks that are being written to storage
 
     def find(self, block_keys: list) -> list:
         """Find the beginning of a chain, up to the first block that is in neither host memory nor storage.
@@ -192,10 +193,10 @@ class BlockStore:
         for piece in pieces:
             piece.filling.lost |= not arrived
             if piece.block_key and not piece.filling.lost:
-                self.register(piece.block, piece.block_key)
+                self.pool.register(piece.block, piece.block_key)
         for request in {piece.filling.request for piece in pieces if piece.block_key}:
             self.pool.use(request.chain)
-            self.use_stored(request)
+            self.store_chain(request)
 
     def drop(self, fillings):
         """Keep no more rows of these fillings. A request that is admitted again gets a new Filling."""
@@ -208,7 +209,7 @@ class BlockStore:
         """Forget a request."""
         if filling := self.fillings.pop(request, None):
             self.close_block(filling)
-        self.use_stored(request)
+        self.store_chain(request)
 
     # Storage
 
@@ -224,27 +225,39 @@ class BlockStore:
         """-> only the locations that are in storage."""
         return [location for location in locations if isinstance(location, Stored)]
 
-    def register(self, block: int, block_key):
-        """Let `find` return the block, and write the block to storage. It is held until it is written.
-
-        A block whose parent is not in storage is not written, because `find` would end before it."""
-        self.pool.register(block, block_key)
-        before = block_key.parent
-        if self.storage and (before is None or before in self.writing or self.find_stored(before)):
-            if written := self.storage.write(self.digest(block_key), [part[block] for part in self.arrays]):
-                self.writing.add(block_key)
-                then = lambda arrived: self.writing.discard(block_key)  # noqa: E731
-                self.cache.hold(f"write {block}", [written], (self.pool, [block]), then=then)
-
-    def use_stored(self, request):
-        """Mark the request's chain as recently used in storage."""
+    def store_chain(self, request):
+        """Queue the request's host blocks for storage, and mark its chain as recently used there."""
         if self.storage:
+            self.unwritten |= dict.fromkeys(filter(self.pool.block_of.__contains__, request.chain))
+            self.write_queued()
             self.storage.use([self.digest(block_key) for block_key in request.chain], len(self.parts))
 
+    def write_queued(self):
+        """Write the queued blocks that storage lacks, oldest first, as long as storage accepts them. Each is
+        held until it is written; such blocks take at most a quarter of host memory. The others stay queued
+        until host memory evicts them.
+
+        A block whose parent is neither in storage nor being written is not written, because `find` would end
+        before it."""
+        for block_key in [*self.unwritten]:
+            before, block = block_key.parent, self.pool.block_of[block_key]
+            known = block_key in self.writing or self.find_stored(block_key)
+            if not known and (before is None or before in self.writing or self.find_stored(before)):
+                contents, most = [part[block] for part in self.arrays], max(1, self.pool.size // 4)
+                written = len(self.writing) < most and self.storage.write(self.digest(block_key), contents)
+                if not written:
+                    return
+                self.writing.add(block_key)
+                then = lambda arrived, one=block_key: self.writing.discard(one)  # noqa: E731
+                self.cache.hold(f"write {block}", [written], (self.pool, [block]), then=then)
+            del self.unwritten[block_key]
+
     def on_evict(self, lost: list):
-        """Count the lost blocks: evicted blocks that storage does not have."""
+        """Count the lost blocks: evicted blocks that storage does not have. They are not written any more."""
         if self.storage:
-            self.cache.counts["blocks_lost"] += sum(not self.find_stored(block_key) for _, block_key in lost)
+            count = sum(not self.find_stored(block_key) for _, block_key in lost)
+            self.cache.counts.update(blocks_lost=count, writes_dropped=count)
+            self.unwritten = {one: None for one in self.unwritten if one in self.pool.block_of}
 
     def fetch(self, block_keys: list, locations: list) -> tuple[list[int], dict]:
         """Reference the blocks at `locations`, and start to read stored ones into free host blocks.
@@ -267,7 +280,7 @@ class BlockStore:
     def on_fetched(self, new: list, block_keys: list, arrived: bool):
         """Register the (block, block key) pairs `new`, whose reads have completed."""
         for pair in new if arrived else ():
-            self.register(*pair)
+            self.pool.register(*pair)
         self.pool.use(block_keys)
 
 
@@ -305,7 +318,7 @@ class HiddenCache(Cache):
         self.save_link = hardware.connect("save", engine.clock, self.bandwidth, wake)
         self.lanes = deque(Worker("scatter", wake) for _ in range(THREADS))
         if self.storage:
-            self.storage.open(partial(Worker, wake=wake))
+            self.storage.open(partial(Worker, wake=wake), engine)
         self.load_link.speed()  # measure a GPU's link now, so that no request waits for it
         self.projecting = Speed(math.inf)  # rows per second, in one layer
         self.spans = deque()  # projections: (request, rows, label, start mark, end mark)
@@ -331,6 +344,12 @@ class HiddenCache(Cache):
         rows = 4 * self.engine.token_budget  # rows of the snapshot buffer, for each part
         self.snapshot = [memory((rows, part.shape[-1]), part.dtype) for part in store.parts]
         self.ring, self.head, self.free = rows, 0, rows  # the buffer's length, next row, free rows
+
+    def submitted(self, request):
+        if self.storage:
+            cacheable = request.chain[: request.history // self.pool.block_size]
+            keys = [self.store.digest(block_key) for block_key in cacheable]
+            self.hold(f"ask {request.id}", self.storage.ask(keys, len(self.store.parts)))
 
     def match(self, request):
         size, first = self.pool.block_size, request.computed // self.pool.block_size
@@ -431,6 +450,10 @@ class HiddenCache(Cache):
 
     # Saving
 
+    def poll(self):
+        super().poll()
+        self.store.write_queued()
+
     def save_layer(self, layer, hidden, batch):
         if layer == 0:
             self.inputs = []  # an interrupted step starts again
@@ -528,6 +551,7 @@ class HiddenCache(Cache):
         if self.storage:
             self.drain()
         self.close_each(self.load_link, self.save_link, *self.lanes, self.storage)
+        self.store.on_evict([(block, block_key) for block_key, block in self.store.pool.block_of.items()])
 
 
 # 3. The demo -----------------------------------------------------------------------------------

@@ -216,6 +216,8 @@ class PlannedCache(hidden_states.HiddenCache):
         blocks = self.blocks * hidden_states.bytes_per_token(self.model) // numbers
         store = hidden_states.BlockStore(self, letters, blocks, rows)
         self.use_store([layer for layer, letter in enumerate(letters) if letter == "H"], store)
+        if self.storage:  # before all blocks: without the marker, the next start does not find them
+            self.storage.write(self.plan_key(letters), [numpy.zeros(0, numpy.uint8)])
 
     # Planning
 
@@ -260,7 +262,6 @@ class PlannedCache(hidden_states.HiddenCache):
     def finished(self, request):
         super().finished(request)
         if self.storage:
-            self.storage.write(self.plan_key(self.letters), [numpy.zeros(0, numpy.uint8)])
             self.storage.use([self.plan_key(self.letters)])
 
     def seconds(self, start, end, locations):

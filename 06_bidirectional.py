@@ -171,7 +171,7 @@ class BidirectionalCache(Cache):
         self.block_keys = paged.BlockKeys(f"{self.model.digest.hex()} {self.model.dtype} {kind}", CHUNK)
         self.saving: set = set()  # keys of chunks that are being copied or written to storage
         self.sent: Counter = Counter()  # request -> number of leading chunks that `save` has handled
-        self.storage.open(partial(Worker, wake=wake))
+        self.storage.open(partial(Worker, wake=wake), engine)
 
     # Finding
 
@@ -179,6 +179,9 @@ class BidirectionalCache(Cache):
         """Return a key for each full chunk of the request's tokens."""
         request.memo = request.memo or []
         return self.block_keys.extend(request.memo, request.tokens, request.salt)
+
+    def submitted(self, request):
+        self.hold(f"ask {request.id}", self.storage.ask([one.digest for one in self.chain(request)]))
 
     def match(self, request):
         """Offer the longest run of adjacent chunks that storage has. Prefill computes the tokens between
@@ -346,6 +349,7 @@ class BidirectionalCache(Cache):
         request.timeline.add("save", transfer.label, *transfer.span())
         written = self.storage.write(chain[-1].digest, [self.arrays[block]]) if arrived else None
         if written is None:
+            self.counts["writes_dropped"] += arrived
             return self.saving.discard(chain[-1])
         self.storage.use([block_key.digest for block_key in chain])
         then = lambda arrived: self.saving.discard(chain[-1])  # noqa: E731
@@ -353,13 +357,15 @@ class BidirectionalCache(Cache):
 
     def finished(self, request):
         chain, sent = request.memo or [], self.sent.pop(request, 0)
-        self.counts["drops"] += sum(map(self.is_unsaved, chain[sent : request.computed // CHUNK]))
+        left = sum(map(self.is_unsaved, chain[sent : request.computed // CHUNK]))
+        self.counts.update(drops=left, writes_dropped=left)
         self.storage.use([block_key.digest for block_key in chain])
         request.memo = None
 
     def close(self):
         self.drain()
         self.close_each(self.save_link, self.load_link, self.storage)
+        self.counts["writes_dropped"] += sum(not self.storage.find(one.digest) for one in self.saving)
 
     # K and V as bytes
 

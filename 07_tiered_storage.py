@@ -416,8 +416,8 @@ class TieredCache(offload.HostCache):
     def on_written(self, pages: list, write, arrived: bool):
         """Called when a write has completed: record which pages storage holds."""
         self.writing.difference_update(pages)
-        self.counts["storage_pages_written"] += write.value or 0
-        there = [page for page in pages if arrived and page.digest not in self.storage.doubted]
+        there = [page for page in pages if arrived and page.digest in write.value]
+        self.counts["storage_pages_written"] += len(there)
         for node in self.tree.change(there):
             node.stored = True
         self.count_lost(pages)

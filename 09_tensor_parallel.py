@@ -300,6 +300,7 @@ class PageHeadCache(KVCache):
         super().__init__(ranks, blocks, bandwidth)
         self.storage, self.heads, self.writes = storage, heads, writes
         self.reading: set = set()  # keys of pages that are being read from storage
+        self.unwritten: list = []  # keys of pages in host memory that wait to be written, oldest first
         self.late = False  # True after a request has waited too long for storage, until a read completes
 
     def attach(self, engine):
@@ -371,22 +372,34 @@ class PageHeadCache(KVCache):
         self.storage.use(self.keys(request.chain))
 
     def on_saved(self, request, transfer, block_keys, arrived: bool):
-        """Write the pages that have arrived in host memory to storage. At most a quarter of the host blocks
-        may be held by such writes."""
+        """Queue the pages that have arrived in host memory for storage."""
         super().on_saved(request, transfer, block_keys, arrived)
-        for block_key in block_keys if arrived else ():
-            host_block = self.host.block_of[block_key]
-            if len(self.in_flight["written"]) < max(1, self.host.size // 4):
-                keys, values = self.keys([block_key]), self.memory([host_block])
-                # If another rank writes these objects, this rank stops doubting them. The agreed hits stay
-                # right, because the other rank doubts them until it has written them
-                if not self.writes:
-                    self.storage.doubted.difference_update(keys)
-                    keys = values = []
-                self.hold("written", [self.storage.set(keys, values)], (self.host, [host_block]))
+        self.unwritten += block_keys if arrived else []
+
+    def poll(self):
+        """Write queued pages. At most a quarter of the host blocks may be held by such writes. The other
+        pages stay queued until host memory evicts them."""
+        super().poll()
+        queued, self.unwritten = self.unwritten, []
+        for block_key in queued:
+            host_blocks = self.host.find([block_key])
+            if host_blocks and len(self.in_flight["written"]) >= max(1, self.host.size // 4):
+                self.unwritten.append(block_key)
+                continue
+            self.counts["writes_dropped"] += not host_blocks
+            keys, values = self.keys([block_key] * len(host_blocks)), self.memory(host_blocks)
+            # If another rank writes these objects, this rank stops doubting them. The agreed hits stay right,
+            # because the other rank doubts them until it has written them
+            if not self.writes:
+                self.storage.doubted.difference_update(keys)
+                keys = values = []
+            self.hold("written", [self.storage.set(keys, values)], (self.host, host_blocks))
 
     def close(self):
+        self.drain()
         self.close_each(super(), self.storage)
+        late = [write for (write,), *_ in self.in_flight["written"] if not write.own.ready]
+        self.counts["writes_dropped"] += len(self.unwritten) + len(late)
 
 
 # 4. The demo -----------------------------------------------------------------------------------

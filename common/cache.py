@@ -86,8 +86,9 @@ class Cache:
         restoration of the request. The blocks of `request.chain` from number `request.computed // block size`
         up to `request.history // block size` are missing.
 
-        Returns: a Match of tokens that follow `request.computed` (which may lie inside a block), or None. All tokens that `restore` would
-        load must be available now: their copies or writes into this tier must have completed."""
+        Returns: a Match of tokens that follow `request.computed` (which may lie inside a block), or None. All
+        tokens that `restore` would load must be available now: their copies or writes into this tier must
+        have completed."""
 
     def restore(self, request: Request, restoration: Restoration, match: Match):
         """Bring tokens [restoration.start, restoration.end) into the blocks of `request.table`.
@@ -149,7 +150,7 @@ class Cache:
     def drain(self):
         """Wait up to 5 s for the transfers that are still in flight. Used by `close`."""
         until = time.perf_counter() + 5.0
-        while any(self.in_flight.values()) and time.perf_counter() < until:
+        while any(self.in_flight.values()) and self.agree(time.perf_counter() < until):
             self.poll()
             time.sleep(1e-3)
 
@@ -161,14 +162,15 @@ class Cache:
     agree = bool  # agree(fact): whether the fact holds on all ranks, if several processes run one engine
 
     def submitted(self, request: Request):
-        """Start a prefetch. Called when a request is queued or re-queued. By then, `request.chain` has the
-        keys of all full blocks of its tokens."""
+        """Start a prefetch, or look up what storage has. Called when a request is queued or re-queued. By
+        then, `request.chain` has the keys of all full blocks of its tokens."""
 
     def waits(self, request: Request) -> bool:
-        """Return True to keep the request queued while its tokens are prefetched.
+        """Return True to keep the request queued while its tokens are prefetched, or while transfers in the
+        request's own lane, "ask ID", are under way.
 
         Called at admission, before the request gets blocks."""
-        return False
+        return bool(self.in_flight.get(f"ask {request.id}"))
 
     def save_layer(self, layer: int, hidden: torch.Tensor, batch: "Batch"):  # noqa: F821
         """Keep a layer's input `hidden` [T, D]. Called in the forward pass, before the layer runs.

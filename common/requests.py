@@ -208,7 +208,8 @@ class RequestQueue:
     def __init__(self, capacity: int | None = None):
         """`capacity`: the most tokens that one request may take, answer included; None: no limit."""
         self.capacity = capacity   # tokens
-        self.arrivals: deque[tuple[Request, Exception | None]] = deque()    # an error: cancel; None: add
+        # (request, None): add; (request, error): cancel; (None, None): look at the queue again
+        self.arrivals: deque[tuple[Request | None, Exception | None]] = deque()
         self.wake = threading.Event()                           # set by an arrival or a completed transfer
         self.waiting: deque[Request] = deque()                  # first come, first served
         self.running: list[Request] = []                        # oldest first
@@ -244,7 +245,7 @@ class RequestQueue:
             request, error = self.arrivals.popleft()
             if error is not None:
                 self.finish(request, error)
-            elif request.outcome is None:                       # it was not cancelled
+            elif request and request.outcome is None:           # it was not cancelled
                 with self.contain(request):
                     self.enqueue(request)
 
@@ -267,7 +268,7 @@ class RequestQueue:
         self.wake.clear()
 
     def interrupt(self):
-        """Raise Interrupted if a request has arrived or was cancelled."""
+        """Raise Interrupted if a request has arrived, was cancelled, or may have what it waits for."""
         if self.arrivals:
             raise Interrupted
 

@@ -34,10 +34,12 @@ class StoredChunks:
     def __init__(self, *storages: "Storage"):
         self.storages, self.turn = storages, cycle(storages)  # round-robin
 
-    def open(self, lane):
-        """Prepare all storages; `lane`: see Storage.open."""
+    def open(self, lane, engine):
+        """Prepare all storages; `lane`: see Storage.open. A lookup that has ended also ends a pass in which
+        the engine waits for a copy, because a queued request may wait for the lookup (`ask`)."""
+        arrivals, wake = engine.arrivals, engine.wake  # the threads must not reference the engine
         for storage in self.storages:
-            storage.open(lane)
+            storage.open(lane, lambda: (arrivals.append((None, None)), wake.set()))
 
     def keys(self, key: bytes, parts: int) -> list[bytes]:
         """-> a key of 32 bytes for each part of the chunk `key`."""
@@ -59,13 +61,19 @@ class StoredChunks:
             arrays.append(array)
         return [storage.get(*read, label or f"part {part}") for storage, read in reads.items()]
 
+    def ask(self, keys: list[bytes], parts: int = 1) -> list[Transfer]:
+        """Look up the chunks that no `index` has, because another process may have stored them since. `find`
+        finds them when these Transfers are complete."""
+        unknown = [part for key in keys if not self.find(key, parts) for part in self.keys(key, parts)]
+        shared = [storage for storage in self.storages if storage.backend and not storage.silent]
+        return [storage.exists(unknown) for storage in shared if unknown]
+
     def write(self, key: bytes, parts: list[numpy.ndarray]) -> Transfer | None:
         """Write a chunk in the background.
 
-        Returns: a Transfer; None if the chunk is stored already, or if all storages are backlogged."""
-        if not self.find(key, len(parts)):
-            free = [storage for storage in (next(self.turn), *self.storages) if not storage.is_backlogged]
-            return free[0].set(self.keys(key, len(parts)), parts) if free else None
+        Returns: a Transfer, or None if all storages are backlogged."""
+        free = [storage for storage in (next(self.turn), *self.storages) if not storage.is_backlogged]
+        return free[0].set(self.keys(key, len(parts)), parts) if free else None
 
     def use(self, keys: list[bytes], parts: int = 1):
         """Mark the stored keys of a chain as used. Its last block will be deleted first."""
@@ -109,23 +117,24 @@ class Storage:
     `exists` must also mark the keys as used, the last key first, so that the last block of a chain is deleted
     first. A back end need not verify values, because `Storage` puts a checksum of key and contents in front
     of each value. A back end for `has` must also have an attribute `index`, which contains the keys that it
-    stores.
+    stores as far as this process knows; `exists` must bring it up to date.
 
     If a read fails, the keys whose values are missing or damaged are doubted; if the back end raises, all
-    keys of the read are. Doubted keys count as not stored until they are written again. While the storage is
-    `silent`, no request may wait for it."""
+    keys of the read are. Doubted keys count as not stored until they are written again, or until the back end
+    itself says that it lacks them. While the storage is `silent`, no request may wait for it."""
 
     def __init__(self, backend, name: str = "storage", bandwidth=None):
         """`backend`: see above. `bandwidth`: of modelled storage that is slower than the back end
         (shell/modelled_link.py)."""
         self.backend, self.name, self.bandwidth, self.errors = backend, name, bandwidth, 0
-        self.doubted: set[bytes] = set()  # keys whose latest read or write failed, until written again
+        self.doubted: set[bytes] = set()  # keys whose latest read failed
         self.failing: set[str] = set()  # names of the methods whose latest call raised
 
-    def open(self, lane):
-        """Make the threads. `lane(name, background)`: makes one (shell/workers.py: Worker)."""
+    def open(self, lane, answered=None):
+        """Make the threads. `lane(name, background, wake)`: makes one (shell/workers.py: Worker). `answered`:
+        called after each lookup."""
         self.reader, self.writer = lane("storage"), lane("save", background=True)
-        self.asker = lane("ask")  # lookups do not wait for long reads
+        self.asker = lane("ask", wake=answered) if answered else lane("ask")  # does not wait for long reads
 
     def exists(self, keys: list[bytes]) -> Transfer:
         """Look up keys, and mark them as used.
@@ -153,8 +162,8 @@ class Storage:
     def set(self, keys: list[bytes], values: list[numpy.ndarray]) -> Transfer:
         """Write the values that are not stored yet.
 
-        Returns: a Transfer whose value is the number of values written. Keys whose write fails are
-        doubted."""
+        Returns: a Transfer. Its value has the keys that are stored then; a key whose write has failed is
+        missing."""
         size = sum(value.nbytes for value in values)
         return self.writer.submit("write", size, self.track_errors, self.write, keys, values)
 
@@ -207,9 +216,11 @@ class Storage:
             raise
 
     def look_up(self, keys: list[bytes]) -> list[bool]:
-        """-> whether each key is stored and not doubted. Marks the keys as used."""
-        there = self.backend.exists([key.hex() for key in keys])
-        return [known and key not in self.doubted for key, known in zip(keys, there, strict=True)]
+        """-> whether each key is stored and not doubted. Marks the keys as used. Drops doubts about keys that
+        the back end lacks."""
+        there = dict(zip(keys, self.backend.exists([key.hex() for key in keys]), strict=True))
+        self.doubted.difference_update(key for key in keys if not there[key])
+        return [there[key] and key not in self.doubted for key in keys]
 
     def read(self, keys: list[bytes], into: list[numpy.ndarray]):
         """Read values into arrays. Raises Damaged if a value is missing or damaged."""
@@ -226,23 +237,20 @@ class Storage:
         finally:
             self.doubted |= wrong
 
-    def write(self, keys: list[bytes], values: list[numpy.ndarray]) -> int:
-        """Write the values that are not stored yet. Returns: how many were written."""
-        absent = {}
+    def write(self, keys: list[bytes], values: list[numpy.ndarray]) -> list[bytes]:
+        """Write the values that are not stored yet. Returns: the keys that are stored now."""
+        absent, stored = {}, keys
         for key, value, there in zip(keys, values, self.look_up(keys), strict=True):
             if not there:
                 value = numpy.ascontiguousarray(value)
                 absent[key.hex()] = b"".join([checksum(key, value), value])
-        failed = set()
         try:
             self.backend.set([*absent], [*absent.values()])
+            self.doubted.difference_update(keys)
         except Exception:  # some keys may be stored all the same
             self.errors += 1
-            there = self.backend.exists([*absent])
-            failed = {bytes.fromhex(key) for key, known in zip(absent, there) if not known}
-        self.doubted.difference_update(keys)
-        self.doubted |= failed
-        return len(absent) - len(failed)
+            stored = [key for key, there in zip(keys, self.look_up(keys)) if there]
+        return stored
 
     def close(self):
         for lane in self.reader, self.writer, self.asker:

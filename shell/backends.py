@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from itertools import compress
 from pathlib import Path
 from threading import Thread
 
@@ -44,6 +45,7 @@ class Directory:
         self.folder = Path(os.path.realpath(os.path.expanduser(url.removeprefix("file:"))))
         self.limit = self.written = 1e9 * limit_gb  # `written`: bytes since the last cleanup
         self.now, self.step, self.paused = 0, 1, 0.0  # latest time, in ns; no cleanup before `paused`
+        self.index: set[str] = set()
         try:
             os.makedirs(self.folder, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.folder) as file, suppress(OSError):
@@ -58,25 +60,35 @@ class Directory:
         return self.folder / f"{key}.page"
 
     def files(self) -> list[tuple]:
-        """Scan the folder and rebuild `index`. A folder that does not exist has no files.
+        """Scan the folder and bring `index` up to date. A folder that does not exist has no files.
 
         Returns: (time in ns, bytes, path) of each file, the least recently used first, including files that
         are half written. Raises OSError."""
-        found = []
+        found, known = [], set(self.index)
         for entry in os.scandir(self.folder) if self.folder.is_dir() else ():
             with suppress(OSError):  # another process may delete it; a link may be broken
                 if OWN_FILE.fullmatch(entry.name) and entry.is_file():
                     found.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry)))
-        self.index = {path.stem for _, _, path in found}
+        self.update_index(known, {path.stem for _, _, path in found})
         self.now = max([self.now, *(used for used, _, _ in found)])
         return sorted(found)
 
+    def update_index(self, known: set[str], found: set[str]):
+        """Add the keys that were `found` to the index, and remove the other ones of `known`, which were in
+        the index before the search. Keys that another thread has added since then stay."""
+        self.index |= found
+        self.index -= known - found
+
     def exists(self, keys: list[str]) -> list[bool]:
         latest = self.now = max(time.time_ns(), self.now + len(keys) * self.step)
-        for at, key in enumerate(keys):
-            with suppress(OSError):  # deleted, or owned by another user
-                os.utime(self.path(key), ns=(latest, latest - at * self.step))
-        return [os.path.isfile(self.path(key)) for key in keys]
+        known = self.index.intersection(keys)
+        paths = [f"{self.folder}/{key}.page" for key in keys]
+        there = [os.path.isfile(path) for path in paths]
+        for at, path in compress(enumerate(paths), there):
+            with suppress(OSError):     # deleted just now, or owned by another user
+                os.utime(path, ns=(latest, latest - at * self.step))
+        self.update_index(known, set(compress(keys, there)))
+        return there
 
     def get(self, keys: list[str]) -> list[bytes | None]:
         """Read files. First ask the kernel for all of them, so that the disk reads several at once."""
@@ -111,14 +123,13 @@ class Directory:
         temporary = self.folder / f"{key}.page.{os.urandom(16).hex()}.tmp"
         if not self.folder.is_dir():
             os.makedirs(self.folder, exist_ok=True)
-            self.index = set()
+            self.index.clear()
             warn_once(f"{self.folder} had vanished; it has been created again and is empty.", file=sys.stderr)
         try:
             temporary.write_bytes(value)
             if self.path(key).is_dir():
                 self.path(key).rmdir()  # raises OSError if it is not empty
             os.replace(temporary, self.path(key))
-            self.index.add(key)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() < self.paused:

@@ -111,6 +111,9 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
             print(f"{result.text * engine.explain}\n\n{summary(result)}")     # --explain's lines came first
         finally:
             engine.close()
+            if dropped := engine.counts["writes_dropped"]:
+                words = f"{dropped} writes to storage were dropped: it was too slow, full, or has failed."
+                print(words, file=sys.stderr)
         report, timelines = texts.result_json(result), [result.timeline]
 
     # 4. The files of --json and --trace

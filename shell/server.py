@@ -34,7 +34,7 @@ ZERO_COUNTS = dict.fromkeys(                    # an engine adds a counter at it
     "steps preemptions gpu_hits cpu_hits disk_hits storage_hits misses gpu_hit_tokens cpu_hit_tokens "
     "disk_hit_tokens storage_hit_tokens restored_tokens declined failed_restorations bytes_in bytes_out "
     "swap_ins swap_outs drops blocks_lost pages_lost storage_pages_read storage_pages_written storage_errors "
-    "dirty_evicted pages_written".split(), 0)
+    "dirty_evicted pages_written writes_dropped".split(), 0)
 
 
 # 1. The engine's loop ---------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ import torch
 
 from common.link import INTEGERS, BlockPairs, Lane, Transfer, TransferError, paired
 
-HANG_SECONDS = 1.0  # a job that runs longer is taken to hang, and no request may wait for its lane
+# A job that runs longer than HANG_SECONDS, plus a second for each SLOWEST bytes, is taken to hang, and no
+# request may wait for its lane
+HANG_SECONDS, SLOWEST = 1.0, 1e6
 
 
 class Worker(Lane):
@@ -24,7 +26,8 @@ class Worker(Lane):
         for these jobs."""
         super().__init__(name)
         self.wake, self.jobs, self.closed = wake, queue.SimpleQueue(), threading.Event()
-        self.began = [math.inf]             # start of the current job; infinite while there is none
+        # Start of the current job plus the seconds that its bytes may take; infinite while there is no job
+        self.began = [math.inf]
         # Pass parts of `self`, since a thread that references `self` would keep it from being collected
         arguments = self.jobs, self.closed, self.began, wake, background
         self.thread = threading.Thread(target=run_jobs, args=arguments, daemon=True)
@@ -46,7 +49,8 @@ class Worker(Lane):
 
     @property
     def hangs(self) -> bool:
-        """Whether the current job has been running for more than HANG_SECONDS."""
+        """Whether the current job has been running for more than HANG_SECONDS, and longer than its bytes may
+        take."""
         return time.perf_counter() - self.began[0] > HANG_SECONDS
 
 
@@ -61,7 +65,7 @@ def run_jobs(jobs: queue.SimpleQueue, closed: threading.Event, began: list, wake
         transfer, model, function, arguments = job
         start, error = max(transfer.issued, free), TransferError("cancelled")
         if not transfer.cancelled:
-            transfer.start, began[0] = start, time.perf_counter()
+            transfer.start, began[0] = start, time.perf_counter() + transfer.bytes / SLOWEST
             try:
                 transfer.value, error = function(*arguments), None
             except Exception as raised:

@@ -256,16 +256,23 @@ def test_a_block_that_was_begun_between_two_restorations_is_let_go(budget, compu
     assert ORACLE.judge(ask(engine, request.tokens, 8)) == "equal"
 
 
-def test_nothing_is_written_behind_a_block_that_was_not(monkeypatch, tmp_path):
-    """Here one block is not written because too many writes are pending."""
-    storage, write, calls = engines.chunk_files(tmp_path), StoredChunks.write, iter(range(99))
-    monkeypatch.setattr(StoredChunks, "write", lambda *given: next(calls) != 3 and write(*given) or None)
-    engine, cache = engine_for(storage=storage)
-    ask(engine, PROMPT)
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_refused_write_stays_queued_until_host_memory_evicts_the_block(evicted, monkeypatch, tmp_path):
+    """Here storage refuses all writes after the third one, as if too many were pending."""
+    storage, write, room = engines.chunk_files(tmp_path), StoredChunks.write, iter(range(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredChunks, "write", lambda *given: next(room, None) is not None and write(*given) or None)
+        engine, cache = engine_for(storage=storage)
+        ask(engine, PROMPT)
+        wait_until_idle(engine)
+        files = lambda: len(list(tmp_path.iterdir())) // len(cache.store.parts)  # noqa: E731
+        assert len(cache.store.pool.block_of) == 9 and files() == 3
+        if evicted:
+            engine.evict("host")
+    cache.poll()
     wait_until_idle(engine)
-    assert len(cache.store.pool.block_of) == 9 and len(list(tmp_path.iterdir())) == 3 * len(cache.store.parts)
-    engine.evict("host")
-    assert engine.counts["blocks_lost"] == 6
+    assert files() == (3 if evicted else 9)
+    assert engine.counts["blocks_lost"] == engine.counts["writes_dropped"] == (6 if evicted else 0)
 
 
 @pytest.mark.parametrize("host, tokens", [(0, 0), (1, 16), (5, 80)])

@@ -917,13 +917,13 @@ def test_a_file_that_cannot_be_written_read_or_deleted_costs_no_other(tmp_path, 
     assert len(backend.files()) <= 10 and all(backend.exists([KEYS[2], *KEYS[-5:]]))
 
 
-def cache_on(kind: str, folder, limit_gb: float):
-    """Return a Cache with 40 host blocks and files as its lower tier."""
+def cache_on(kind: str, folder, limit_gb: float, host: int = 40):
+    """Return a Cache with `host` host blocks and files as its lower tier."""
     if kind == "tiered":
-        return tiered(40, "wait_complete", "write_through", backends.Directory(f"file:{folder}", limit_gb))
+        return tiered(host, "wait_complete", "write_through", backends.Directory(f"file:{folder}", limit_gb))
     files = backends.in_directories([folder], limit_gb)
     made = dict(hidden=engines.hidden_states.HiddenCache, planned=partial(engines.planned.PlannedCache, plan="RHK"))
-    return engines.both_ends.BidirectionalCache(files, share=0.0) if kind == "both" else made[kind](40, 2e9, files)
+    return engines.both_ends.BidirectionalCache(files, share=0.0) if kind == "both" else made[kind](host, 2e9, files)
 
 
 FILES = pytest.mark.parametrize("kind", ["hidden", "planned", "both", "tiered"])
