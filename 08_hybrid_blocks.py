@@ -65,6 +65,7 @@ from shell.frontend import Frontend
 paged = importlib.import_module("02_paged_kv")
 KV_HOST, ACT_HOST, KV_DEVICE, ACT_DEVICE = KINDS = range(4)  # the odd ones are ACT
 POLICIES = "hybrid", "kv-only", "act-only", "paper"
+ATTEMPTS = 3  # how often a step is run if a copy fails
 ROWS = 1024  # tokens that are projected at once, so that temporary tensors stay small
 PROBE = 2048  # tokens of context in the steps that measure costs at the start
 
@@ -482,15 +483,18 @@ class HybridRunner:
         """Called by the engine for each step. `work`: (request, count) pairs: compute the next `count` tokens
         of each request.
 
-        Returns: a batch whose `work` is in the order of mini-batches, and logits [R, V]. If the step fails,
-        the runner forgets all copies under way, and the engine runs the step again."""
-        self.marks, self.transfers, self.earlier = [], [], self.transfers
-        self.weights.issued = self.transfers
-        try:
-            self.last, logits = self.step(work)
-        except Exception:
-            self.forget()
-            raise
+        Returns: a batch whose `work` is in the order of mini-batches, and logits [R, V]. If a copy fails, run
+        the step again, because its writes are idempotent; after ATTEMPTS failures, raise TransferError."""
+        for attempt in range(ATTEMPTS):
+            self.marks, self.transfers, self.earlier = [], [], self.transfers
+            self.weights.issued = self.transfers
+            try:
+                self.last, logits = self.step(work)
+                break
+            except Exception as error:
+                self.forget()
+                if attempt + 1 == ATTEMPTS or not isinstance(error, links.TransferError):
+                    raise
         items = [item for batch in self.last for item in batch.items]
         return SimpleNamespace(work=[(item.request, item.end - item.start) for item in items]), logits
 
@@ -653,7 +657,7 @@ def measure(planner: Planner, model: Llama, bandwidth, contexts: list[int], rows
     engine, samples = decode_engine(make_runner(planner, model, bandwidth, rows), contexts), []
     for _ in range(8):
         engine.step()
-        if engine.failures:
+        if not engine.running:
             words = "A measured decode step has failed; choose fewer --blocks or a smaller --mini-batch."
             raise checkpoint.ModelError(words)
         samples.append(engine.runner.step_costs())

@@ -9,10 +9,10 @@ import torch
 from conftest import load, write_model
 
 from benchmarks import both_ends, claims, outside, ranks, real_storage, tiered, variants
-from common import estimates, machine
+from common import estimates
 from common.cuda_link import Link
 from common.timeline import Clock
-from shell import checkpoint
+from shell import checkpoint, machine
 from shell.modelled_link import Bandwidth
 from shell.ranks import Ranks
 from tests.support import engines, forked, streams

@@ -13,13 +13,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from common import cuda_link
 from common.cuda_link import Link
 from common.link import BlockPairs, TransferError
 from common.requests import ClientDisconnected, Interrupted, Request
 from common.restoring import Restorer
 from common.timeline import Clock
-from shell import hardware
+from shell import copy_kernels, hardware
 from shell.pieces import Pieces
 from shell.ranks import Ranks
 from tests.support import engines, streams, traffic, unordered
@@ -304,13 +303,13 @@ VIEWS = {  # views of host memory with which kernels copy wrongly, or not at all
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("cache", ["host", "hidden", "tiered", "kernel", "hybrid"])
 def test_a_link_whose_kernels_copy_wrongly_leaves_blocks_to_the_copy_engine(gpu, oracle, capsys, monkeypatch, view, cache):
-    seen, kept = cuda_link.on_device, []
+    seen, kept = copy_kernels.on_device, []
 
     def wrong(host):
         kept.append(VIEWS[view](host, seen, len(kept)))
         return kept[-1]
 
-    monkeypatch.setattr(cuda_link, "on_device", wrong)
+    monkeypatch.setattr(copy_kernels, "on_device", wrong)
     asked = tiered(64, "best_effort", "write_through", io_backend="kernel") if cache == "kernel" else None
     engine, prompt = engines.make(asked, model=tiny_model(0, 2, "cuda")) if asked else make(cache, 64), draw(random.Random(3), 170)
     for pool in engine.pools.values():

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from common.llama import Llama, rotary_frequencies
+from common.llama import Llama
 from models.classroom.text import Conversation, general_question
 from shell import checkpoint
 from shell.config import read_config
@@ -214,7 +214,7 @@ def initialize(model: Llama):
         layer.o_proj.weight.zero_()
     orthogonal = lambda size: torch.linalg.qr(torch.randn(size, size, generator=generator))[0]  # noqa: E731
     reads, writes = orthogonal(hidden), orthogonal(hidden)         # [D, D]; each head uses hd rows of them
-    frequencies = rotary_frequencies(config)                       # [hd/2]
+    frequencies = config.rotary_frequencies()                      # [hd/2]
     fast = (frequencies > 0.02).float()                            # [hd/2], pairs that distinguish neighbouring positions
     slow = (frequencies < 0.02).float().repeat(2)                  # [hd], numbers that hardly depend on the distance
     for head in range(config.num_attention_heads):
