@@ -648,7 +648,7 @@ def decode_engine(runner: HybridRunner, contexts: list[int]) -> paged.Engine:
         request = Request([(number + 7 * at) % 251 for at in range(context + 1)], 1 << 20)
         engine.waiting.append(request)
         engine.admit(request)
-        request.computed = context
+        request.computed = request.next = context
     return engine
 
 

@@ -12,7 +12,7 @@ WRONG = [  # (chapter, its code, wrong code of a student, part of the judge's se
     ("01", "= v.transpose(0, 1)  # [KVH, T, hd]", "= k.transpose(0, 1)", "but `transformers` gives others"),
     ("02", "(table[..., None] * self.block_size + offsets)", "(table[..., None] + offsets)", "from other slots than they were written to"),
     ("02", "range(request.registered, full):", "range(request.registered, len(chain)):", "registered before it was full"),
-    ("02", "= request.computed // self.pool.block_size\n", "= request.computed // self.pool.block_size - 1\n", "A lookup finds too few"),
+    ("02", "= request.computed // self.pool.block_size, ", "= request.computed // self.pool.block_size - 1, ", "A lookup finds too few"),
     ("02", "                pool.use(chain)\n\n    # Ending", "                pass\n\n    # Ending", "Blocks that an answer has filled"),
     ("03", "                yield transfer\n                restoration.layers += 1",
      "                restoration.layers += 1\n            yield transfer", "a layer is computed only after its history has arrived"),
