@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# mooncake-transfer-engine-non-cuda 0.3.13.post1 (a store over TCP on this machine): a page that is written again keeps
-# its old bytes, and a question about a page keeps it from being removed.
+# mooncake-transfer-engine-non-cuda 0.3.13.post1 (a store over TCP on this machine): a page that is written
+# again keeps its old bytes, and a question about a page keeps it from being removed.
 #
-# Expected: `put` of other bytes under a key that exists replaces them or fails; `remove_by_regex("page1")` removes
-# page1; a page that nobody reads can be removed.
-# Seen: `put` returns 0 (success) and drops the new bytes; `upsert` replaces. The expression is searched for anywhere in
-# a key, so page10 goes too. `is_exist` gives a page a lease of ten seconds, and `remove` then fails with -706.
+# Expected: `put` of other bytes under a key that exists replaces them or fails; `remove_by_regex("page1")`
+# removes page1; a page that nobody reads can be removed.
+# Seen: `put` returns 0 (success) and drops the new bytes; `upsert` replaces. The expression is searched for
+# anywhere in a key, so page10 goes too. `is_exist` gives a page a lease of ten seconds, and `remove` then
+# fails with -706.
 #
 #     put again: 0, read: b'first', upsert: 0, read: b'third'
 #     removed by "page1": 2, left of page1, page10, page2: [0, 0, 1]

@@ -2,8 +2,9 @@
 # safetensors 0.8.0, numpy 2.4.6: the NumPy writer stores other numbers for a view, without an error.
 #
 # Expected: `safetensors.numpy.save` copies a view, or refuses it as `safetensors.torch.save` does.
-# Seen: it writes the bytes that lie behind the view's first number and ignores the strides. Shape and dtype are right.
-# Every second page of K, K with heads and tokens exchanged, and an array in Fortran order are all read back wrong.
+# Seen: it writes the bytes that lie behind the view's first number and ignores the strides. Shape and dtype
+# are right. Every second page of K, K with heads and tokens exchanged, and an array in Fortran order are all
+# read back wrong.
 # (The documentation asks for contiguous arrays. Only the writer for PyTorch checks.)
 #
 #     every second page:         wrong, read [0, 1, 2, 3, 4, 5], written [0, 1, 2, 3, 8, 9]
