@@ -285,6 +285,14 @@ def test_a_hang_up_that_is_ignored_from_the_start_stays_so(tmp_path):
         assert all(map(told, connections))
 
 
+def test_a_signal_that_another_thread_receives_ends_an_idle_server(tmp_path):
+    asleep = "import signal, threading, time\nthreading.Thread(target=time.sleep, args=[600], daemon=True).start()\n"
+    asleep += "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])"      # of the main thread: nothing wakes it
+    with running(tmp_path, "--port", "0", before=asleep) as process:
+        says(process, "(Ctrl-C ends it)\n")
+        interrupted(process, signal.SIGTERM, 143)
+
+
 LOSING = """
 import signal, sys
 from shell import checkpoint
