@@ -9,7 +9,6 @@ import sys
 from contextlib import suppress
 from functools import cache
 
-EXIT_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 warn_once = cache(print)    # prints a line only the first time
 
 
@@ -25,7 +24,7 @@ def handle_signals(handler):
     """Call `handler(number, frame)` for each signal that ends a program, unless this process ignores it.
 
     A shell makes background jobs ignore Ctrl-C, and nohup makes a program ignore SIGHUP."""
-    for number in EXIT_SIGNALS:
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 

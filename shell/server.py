@@ -9,6 +9,7 @@ import logging
 import math
 import queue
 import resource
+import signal
 import socket
 import threading
 import time
@@ -224,24 +225,26 @@ def serve(listener: ThreadedWSGIServer, server: Server):
 
     This thread steps the engine, and other threads answer HTTP requests. A signal does not interrupt a step;
     a second one ends the process at once."""
-    numbers, ended = [], threading.Event()
+    numbers, ended, (woken, waking) = [], threading.Event(), socket.socketpair()
 
-    def on_signal(number: int, frame):          # no lock: this thread may hold it
-        numbers.append(number)
-        if server.closing:
+    def on_signal(number: int, frame):
+        if numbers:
             exit_process(128 + number)
-        server.closing = time.monotonic()
+        numbers.append(number)
 
     def close():
         """After a signal, tell the clients. End the process if its last step takes too long."""
-        while not server.closing:
-            time.sleep(0.1)
-        server.close()                          # clients notice within POLL_SECONDS
-        listener.shutdown()                     # the system refuses further connections at once
-        if not ended.wait(EXIT_SECONDS):
-            exit_process(128 + numbers[0])
+        for number in woken.recv(1):            # empty if the server ends without a signal
+            server.close()                      # clients notice within POLL_SECONDS
+            listener.shutdown()                 # the system refuses further connections at once
+            if not ended.wait(EXIT_SECONDS):
+                exit_process(128 + number)
 
     handle_signals(on_signal)
+    # This thread may sleep in a lock while a signal arrives, and not run its handler before it wakes. So
+    # Python also writes the signal's number here
+    waking.setblocking(False)
+    signal.set_wakeup_fd(waking.fileno())
     gc.freeze()     # exclude the model from garbage collection, which would stop tokens for 0.1 s
     listener.app = make_app(server)
     threading.Thread(target=close, daemon=True).start()
@@ -253,6 +256,7 @@ def serve(listener: ThreadedWSGIServer, server: Server):
         server.run()
     finally:
         ended.set()
+        signal.set_wakeup_fd(-1)
         server.close()
         while listener.replying and time.monotonic() < server.closing + EXIT_SECONDS:
             time.sleep(0.05)
