@@ -205,6 +205,8 @@ class RequestQueue:
         self.completed: deque[Request] = deque(maxlen=8)        # the latest, for the page
         self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0, gpu_hits=0, misses=0)
         self.failures = 0                                       # failed steps in a row
+        # Called with each exception that is contained. If it raises, the exception is not contained
+        self.on_error = lambda error: None
 
     def check(self, request: Request):
         """Raise BadRequest if the request can never fit into memory."""
@@ -262,6 +264,7 @@ class RequestQueue:
     def step_failed(self, work: list[tuple[Request, int]], error: Exception):
         """Count a step that raised; the engine then runs it again. After ATTEMPTS failures in a row, end the
         step's requests with Unavailable."""
+        self.on_error(error)
         self.failures += 1
         if self.failures == ATTEMPTS:
             self.failures = 0
@@ -279,6 +282,7 @@ class RequestQueue:
         except Exception as error:
             if not isinstance(error, RequestError):
                 logging.getLogger("kv").error("work for one request failed", exc_info=error)
+                self.on_error(error)
                 error = RequestError(f"This request failed ({in_words(error)}); ask again.")
             if request:
                 self.finish(request, error)

@@ -273,6 +273,8 @@ class Restorer:
         except Interrupted:
             raise
         except Exception as error:
+            if not isinstance(error, TransferError):
+                self.engine.on_error(error)
             self.give_up(restoration, error)
         finally:
             if restoration.has_layers(self.depth):  # skip the restored tokens

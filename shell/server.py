@@ -57,8 +57,8 @@ class Server:
 
     def __init__(self, engine, frontend, info: dict, most: int = MAX_REQUESTS):
         self.engine, self.frontend, self.info, self.most = engine, frontend, info, most
-        # The chapter's Cache, if it has one.
-        self.cache = getattr(getattr(engine, "lower_tier", None), "cache", None)
+        cache = getattr(getattr(engine, "lower_tier", None), "cache", None)
+        self.cache = cache if hasattr(cache, "tree") else None  # chapter 07's
         self.lock = threading.Lock()            # encode one prompt at a time: it may take much memory
         self.open: list[Request] = []           # requests whose pieces a thread reads
         self.jobs = queue.SimpleQueue()         # (function to run between two steps, queue for its result)
@@ -279,7 +279,7 @@ def look(server: Server, numbers: WeakKeyDictionary, last: dict) -> dict:
                      version=len(asked.timeline.spans)) for asked in completed]
     info, cache = dict(server.info, context=server.frontend.context), server.cache
     storage = None
-    if hasattr(cache, "tree"):                  # chapter 07, with or without storage
+    if cache:                                   # chapter 07, with or without storage
         kept, pages = cache.storage, cache.pages_in_storage()
         storage = dict(name=kept and str(kept), silent=bool(kept and kept.silent), pages=len(pages),
                        tree=list(islice(tree_rows(cache.tree.root, owner), TREE_ROWS)),
@@ -377,7 +377,7 @@ def add_page(app: Flask, server: Server):
     @app.route("/storage", methods=["GET", "PUT", "DELETE"])
     def storage():
         """Show, attach or detach the storage of chapter 07's Cache."""
-        if not hasattr(cache, "tree"):
+        if not cache:
             raise BadRequest("This chapter has no storage to attach; see GET / and GET /health.", 404)
         if request.method != "GET":             # open it on this thread: it may take 1 s
             put = request.method == "PUT"
