@@ -4,7 +4,6 @@ Most methods of Ranks are collective: all ranks must call them, in the same orde
 next collective of the other ranks fails, and they end too. When a rank hangs, they end after TIMEOUT. When
 work on a rank raises an exception, all ranks leave the step, drop their engines and go on with new ones."""
 import gc
-import logging
 import os
 import signal
 import socket
@@ -214,6 +213,7 @@ class BroadcastEngine:
         self.stepping = False
 
     def step_engine(self):
+        """Step the engine, then run the commands that have arrived."""
         if self.engine.busy:
             self.engine.step()
         else:
@@ -231,7 +231,7 @@ class BroadcastEngine:
         because their engines may differ. Commands that are not done yet are sent again.
 
         `reason`: one sentence without a full stop."""
-        logging.getLogger("kv").error("%s; all ranks end their requests, and begin again", reason)
+        print(f"{reason}; all ranks end their requests, and begin again.", file=sys.stderr)
         before = self.engine
         # Other threads see an empty engine until there is a new one
         self.engine, self.cache = requests.RequestQueue(before.capacity), None
