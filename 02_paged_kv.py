@@ -497,6 +497,7 @@ class Engine(RequestQueue):
         except Interrupted:
             return
         except Exception as error:
+            self.on_error(error)
             logging.getLogger("kv").error("a step failed", exc_info=error)
             words = f"A step failed ({in_words(error)}); ask again."
             return [self.finish(request, Unavailable(words)) for request, _ in self.work]

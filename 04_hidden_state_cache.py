@@ -51,7 +51,6 @@ import math
 import random
 import sys
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -472,8 +471,10 @@ class HiddenCache(Cache):
             indices += range(self.count, self.count + count)
             self.count += count
         self.unsent.append(None)
-        with suppress(RuntimeError):  # device memory may be full: then `flush` drops the rows
+        try:
             self.unsent[-1] = self.step_states(batch)
+        except RuntimeError as error:  # device memory is full: `flush` drops the rows
+            self.engine.on_error(error)
         if self.count * self.store.row_bytes >= SNAPSHOT or self.count >= self.engine.token_budget:
             self.flush()
 
@@ -495,8 +496,10 @@ class HiddenCache(Cache):
         pieces, states = self.store.fill(rows), None
         touched = [piece.block for piece in pieces]
         if pieces and count <= self.free and None not in unsent:
-            with suppress(RuntimeError):  # device memory may be full
+            try:
                 states = self.rows_to_keep(unsent)
+            except RuntimeError as error:  # device memory is full
+                self.engine.on_error(error)
         if states is None:
             self.store.drop(piece.filling for piece in pieces)
             return self.store.pool.release(touched)

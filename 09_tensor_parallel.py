@@ -80,7 +80,7 @@ from common.restoring import Restorer
 from shell import backends, charts, checkpoint, cli, hardware, lesson, modelled_link
 from shell.frontend import Frontend
 from shell.machine import machine_of
-from shell.ranks import BroadcastEngine, Ranks, join, of_environment
+from shell.ranks import BroadcastEngine, RankFailed, Ranks, join, of_environment
 from shell.workers import Worker, as_integers
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -204,6 +204,10 @@ class SyncedCache(Cache):
         self.agreed: list[AgreedTransfer] = []  # transfers that may still be under way, oldest first
         self.until = WeakKeyDictionary()  # restoration or queued request -> this rank's deadline; 0: failed
 
+    def attach(self, engine):
+        engine.on_error = self.ranks.fail
+        super().attach(engine)
+
     def agree(self, fact):
         """Return True if `fact` holds on all ranks. Collective."""
         return self.ranks.all_true(fact)
@@ -217,7 +221,7 @@ class SyncedCache(Cache):
         self.agreed = [one for one in self.agreed if not one.ready]
         facts = [time.perf_counter() < self.until[one] for one, _ in awaited]
         facts += [one.local_state() for one in self.agreed]
-        commands = [self.commands.popleft() for _ in range(len(self.commands))]
+        commands = [] if self.received else list(self.commands)
         message = json.dumps(commands, default=id).encode() if commands else b""
         size = len(message) if self.ranks.rank == 0 else sys.maxsize  # the minimum is rank 0's
         # 2. Take the minimum over ranks
@@ -540,7 +544,7 @@ def main():
     begin = lambda *names: load(join(arguments.ranks), *names)  # noqa: E731
     try:
         if of_environment(arguments.ranks)[0] == 0:
-            make = lambda *what: BroadcastEngine(make_engine(*what))  # noqa: E731
+            make = lambda *what: BroadcastEngine(partial(make_engine, *what))  # noqa: E731
             return cli.main(__doc__, "09_tensor_parallel", add_arguments, make, demo, load=begin)
         # The other ranks follow: they run the same demo, or execute rank 0's commands
         model, tokenizer, end_tokens = begin(arguments.model, arguments.dtype, arguments.device)
@@ -548,8 +552,8 @@ def main():
             lesson.ROUNDS = arguments.rounds
             demo(model, Frontend(model, tokenizer, end_tokens), arguments)
         else:
-            BroadcastEngine(make_engine(model, arguments), tokenizer).follow()
-    except (checkpoint.ModelError, RequestError, OSError) as error:
+            BroadcastEngine(partial(make_engine, model, arguments), tokenizer).follow()
+    except (checkpoint.ModelError, RequestError, OSError, RankFailed) as error:
         sys.exit(f"09_tensor_parallel: {error}")
 
 

@@ -136,8 +136,9 @@ class Cache:
                 transfers, held, then = lane.popleft()
                 try:
                     then(all(transfer.error is None for transfer in transfers))
-                except Exception:  # release the blocks all the same, and continue
+                except Exception as error:  # release the blocks all the same, and continue
                     logging.getLogger("kv").exception("work after a copy failed")
+                    self.engine.on_error(error)
                 for pool, blocks in held:
                     pool.release(blocks)
 

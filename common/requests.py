@@ -215,6 +215,8 @@ class RequestQueue:
         self.running: list[Request] = []                        # oldest first
         self.completed: deque[Request] = deque(maxlen=8)        # the latest, for the page
         self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0, gpu_hits=0, misses=0)
+        # Called with each exception that is contained. If it raises, the exception is not contained
+        self.on_error = lambda error: None
 
     def fit(self, request: Request):
         """Reduce `max_tokens` to what fits into memory. Raises TooLong if the prompt leaves no room for a
@@ -281,6 +283,7 @@ class RequestQueue:
         except Exception as error:
             if not isinstance(error, RequestError):
                 logging.getLogger("kv").error("work for one request failed", exc_info=error)
+                self.on_error(error)
                 error = RequestError(f"This request failed ({in_words(error)}); ask again.")
             if request:
                 self.finish(request, error)

@@ -162,6 +162,8 @@ class Restorer:
         except Interrupted:
             raise
         except Exception as error:
+            if not isinstance(error, TransferError):
+                self.engine.on_error(error)
             self.give_up(restoration, error)
         if restoration.layers == self.depth:
             request.computed = request.next = max(request.computed, restoration.end)

@@ -15,10 +15,11 @@ vLLM creates one connector in its scheduler and one in its worker. Their methods
     recompute after a failure       kv_load_failure_policy: "recompute"
 
 It has no decision between loading and computing (common/estimates.py), and loads all layers of a block
-together. It supports neither several ranks, several groups of KV caches, adapters, images, nor GPUs. A key
-contains the model's path and revision, so other weights need another path. vLLM's attention kernel for CPUs
-packs K. So a block is stored as bytes, and only the same vLLM version, instruction set, dtype and block size
-can read it. Written for vLLM 0.32."""
+together. It supports neither several ranks, several groups of KV caches nor GPUs. Requests with an adapter,
+images or prompts given as embeddings are computed, and nothing is saved. A key contains vLLM's hash of the
+model's configuration: path, revision, dtype, quantization, `hf_overrides` and more. Other weights need
+another path or revision. vLLM's attention kernel for CPUs packs K. So a block is stored as bytes, and only
+the same vLLM version, instruction set, dtype and block size can read it. Written for vLLM 0.32."""
 
 import hashlib
 import time
@@ -56,7 +57,8 @@ class Work(base.KVConnectorMetadata):
     """A message from the scheduler to the worker: the blocks that a step loads and saves."""
 
     loads: list[tuple[str, list[bytes], list[int]]]  # (request id, keys, blocks)
-    saves: list[tuple[bytes, int]] = field(default_factory=list)  # (key, block)
+    # (keys of a text up to its last full block, blocks of the last of these keys)
+    saves: list[tuple[list[bytes], list[int]]] = field(default_factory=list)
 
 
 class StorageConnector(base.KVConnectorBase_V1):
@@ -71,7 +73,8 @@ class StorageConnector(base.KVConnectorBase_V1):
         self.patience, self.wake = extra.get("patience", 5.0), Event()
         self.storage.open(partial(Worker, wake=self.wake.set))
         model, cache, cpu = vllm_config.model_config, vllm_config.cache_config, torch.backends.cpu
-        parts = model.model, model.revision, model.dtype, cache.cache_dtype, cache.block_size
+        # Everything that K and V depend on, apart from the tokens
+        parts = model.compute_hash(), vllm_config.load_config.load_format, cache.cache_dtype, cache.block_size
         self.name = " ".join(map(str, [vllm.__version__, cpu.get_cpu_capability(), *parts]))
         self.size, self.blocks = cache.block_size, kv_cache_config.num_blocks
         self.known, self.loads = {}, []  # in the scheduler: request id -> Known; loads of the next step
@@ -87,7 +90,7 @@ class StorageConnector(base.KVConnectorBase_V1):
         """Return a key for each full block: a hash of all tokens up to the block's end. It is the same in all
         processes."""
         request = known.request
-        if request.mm_features or request.lora_request:
+        if request.mm_features or request.lora_request or request.prompt_embeds is not None:
             return []  # its K and V depend on more than its tokens
         for start in range(len(known.keys) * self.size, request.num_tokens - self.size + 1, self.size):
             before = known.keys[-1] if start else f"{self.name} {request.cache_salt or ''}".encode()
@@ -126,10 +129,10 @@ class StorageConnector(base.KVConnectorBase_V1):
         for name, count in scheduler_output.num_scheduled_tokens.items():
             (table,), known = scheduler_output.kv_connector_block_state.get_block_ids(name), self.known[name]
             first = computed[name] // self.size if known.saved is None else known.saved
-            filled = slice(first, (computed[name] + count) // self.size)
-            saves = list(zip(self.keys(known)[filled], table[filled]))
-            known.saved = first + len(saves)
-            work.saves += saves
+            keys = self.keys(known)[: (computed[name] + count) // self.size]
+            if first < len(keys):
+                work.saves.append((keys, table[first : len(keys)]))
+            known.saved = max(first, len(keys))
         return work
 
     def request_finished(self, request, block_ids):
@@ -181,10 +184,13 @@ class StorageConnector(base.KVConnectorBase_V1):
         return self.failed
 
     def wait_for_save(self):
-        """Called at the end of each step: copy the blocks to be saved, and queue their writes."""
-        for key, block in self._get_connector_metadata().saves:
+        """Called at the end of each step: copy the blocks to be saved, and queue their writes, one for each
+        text. Then mark the whole text as used, so that its last block is deleted first."""
+        for keys, blocks in self._get_connector_metadata().saves:
             if not self.storage.is_backlogged:
-                self.storage.set([key], [numpy.stack([layer[block] for layer in self.layers])])
+                values = [numpy.stack([layer[block] for layer in self.layers]) for block in blocks]
+                self.storage.set(keys[-len(blocks) :], values)
+                self.storage.use(keys)
 
     def shutdown(self):
         self.storage.close()

@@ -1,7 +1,9 @@
 """Ranks: processes that share one model. Start them, communicate between them, and end them together.
 
 Most methods of Ranks are collective: all ranks must call them, in the same order. When a rank has ended, the
-next collective of the other ranks fails, and they end too. When a rank hangs, they end after TIMEOUT."""
+next collective of the other ranks fails, and they end too. When a rank hangs, they end after TIMEOUT. When
+work on a rank raises an exception, all ranks leave the step, drop their engines and go on with new ones."""
+import gc
 import os
 import signal
 import socket
@@ -12,22 +14,28 @@ import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
 from common import requests
+from common.requests import in_words
 from shell import exit_process
 from shell.checkpoint import ModelError
 from shell.frontend import Writer
 
 BEAT = 1.0          # seconds between two collectives of an idle server
-TIMEOUT = 600.0     # seconds for a collective: ranks load a model at different speeds
+TIMEOUT = timedelta(seconds=600)    # of a collective: ranks load a model at different speeds
 NEEDED = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"     # variables that torchrun sets
 AFTER = 1.0         # seconds to wait for the reason of a failure
 
 # 1. Collectives ---------------------------------------------------------------------------------------------
+
+class RankFailed(BaseException):
+    """Work on a rank has raised an exception. This is not an Exception, so no engine contains it, and all
+    ranks leave the step."""
+
 
 class Ranks:
     """This process's place among the ranks, and the collectives between them."""
@@ -36,13 +44,43 @@ class Ranks:
         """Connect to the other ranks. Raises ModelError if that fails.
 
         `rank`: of this process, from 0. `count`: number of ranks."""
-        self.rank, self.count, self.agreements = rank, count, 0
+        self.rank, self.count, self.agreements, self.connections = rank, count, 0, 0
         if count > 1:
-            try:        # by gloo in host memory, and by NCCL between GPUs
-                dist.init_process_group(None, None, timedelta(seconds=TIMEOUT), count, rank)
+            try:
+                self.first, *_ = next(dist.rendezvous("env://", rank, count, timeout=TIMEOUT))
+                self.connect()
             except RuntimeError as error:
                 why = str(error).splitlines()[0]
                 raise ModelError(f"The ranks could not connect ({why}); start all of them with one torchrun.")
+
+    def connect(self):
+        """Collective: connect to the other ranks, at the start and again after a failure. Communicate by gloo
+        in host memory, and by NCCL between GPUs."""
+        self.connections += 1
+        self.store = dist.PrefixStore(str(self.connections), self.first)    # its keys are new
+        hook = sys.excepthook       # PyTorch replaces it with one that loses what `exit_process` prints
+        dist.init_process_group(None, None, TIMEOUT, self.count, self.rank, self.store)
+        sys.excepthook = hook
+
+    def fail(self, error: Exception):
+        """Make all ranks leave this step, since their state may differ after an exception. A single rank
+        continues.
+
+        Raises RankFailed on this rank now, and on the others in a collective that this rank does not
+        join."""
+        if self.count > 1:
+            self.store.set("failed", f"Rank {self.rank} failed ({in_words(error)})")
+            raise RankFailed(self.failure())
+
+    def failure(self) -> str:
+        """-> which rank has failed, and why; empty if none has."""
+        return self.store.get("failed").decode() if self.store.check(["failed"]) else ""
+
+    def reconnect(self):
+        """Collective: disconnect after a failure, so that no rank waits for another, and connect again."""
+        gc.collect()    # a collective that has failed keeps its connections open
+        dist.destroy_process_group()
+        self.connect()
 
     def all_min(self, numbers: list[int]) -> list[int]:
         """Collective: return the minimum over ranks of each number."""
@@ -79,11 +117,15 @@ class Ranks:
         return gathered.transpose(0, 1).flatten(1)                                  # [n, T, D/n] -> [T, D]
 
     def call_collective(self, collective, *arguments):
-        """Call a collective of torch.distributed. If it fails, another rank has ended or hangs: end, too."""
+        """Call a collective of torch.distributed. If another rank has called `fail`, raise RankFailed. If
+        another rank has ended or hangs, end, too."""
         if self.count > 1:
             try:
                 collective(*arguments)
             except RuntimeError:
+                with suppress(RuntimeError):    # rank 0, which has the store, may have ended
+                    if words := self.failure():
+                        raise RankFailed(words) from None
                 time.sleep(10 * AFTER * (self.rank == 0))       # `run` may print the reason
                 exit_process(int(self.rank == 0), "A rank does not answer; all ranks end.")
 
@@ -96,10 +138,13 @@ class BroadcastEngine:
     Rank 0 queues a command, and its Cache sends it to all ranks in the next step. Every rank runs the command
     after that step, in the same order."""
 
-    def __init__(self, engine, tokenizer=None):
-        self.engine, self.cache, self.tokenizer = engine, engine.lower_tier.cache, tokenizer
+    def __init__(self, make, tokenizer=None):
+        """`make()`: returns this rank's engine. It is called again after work on a rank has failed."""
+        self.make, self.tokenizer, self.engine = make, tokenizer, make()
+        self.cache, self.commands = self.engine.lower_tier.cache, self.engine.lower_tier.cache.commands
         self.ranks, self.closed, self.stepping = self.cache.ranks, False, False
         self.known = WeakValueDictionary()          # id() on rank 0 -> Request
+        self.submitted = WeakSet()                  # requests that an engine has received
 
     def __getattr__(self, name):
         return getattr(self.engine, name)
@@ -128,7 +173,7 @@ class BroadcastEngine:
             self.follow()
 
     def send_command(self, *words):
-        self.cache.commands.append(words)
+        self.commands.append(words)
         self.engine.wake.set()
 
     def do(self, verb: str, name=None, *more):
@@ -141,6 +186,7 @@ class BroadcastEngine:
             if self.ranks.rank:
                 writer = written and Writer(self.tokenizer, *written)
                 request = self.known[name] = requests.Request(**fields, writer=writer)
+            self.submitted.add(request)
             self.engine.submit(request)
         elif verb == "cancel" and request and request.outcome is None:
             self.engine.cancel(request, getattr(requests, more[0])(more[1]))
@@ -149,21 +195,66 @@ class BroadcastEngine:
         self.closed |= verb == "close"
 
     def step(self):
-        """Step the engine, then run the commands that have arrived. All ranks call this.
+        """Step the engine, then run the commands that have arrived. If work on a rank fails, drop the step.
+        All ranks call this.
 
         An idle engine calls a collective every BEAT seconds instead, so that each rank notices if another
         ends."""
-        self.stepping = True
+        self.stepping = failed = True
+        with suppress(RankFailed):
+            try:
+                self.step_engine()
+                failed = False
+            except Exception as error:
+                self.ranks.fail(error)
+                raise               # there is only one rank
+        if failed:
+            self.restart(self.ranks.failure())
+        self.stepping = False
+
+    def step_engine(self):
+        """Step the engine, then run the commands that have arrived."""
         if self.engine.busy:
             self.engine.step()
         else:
-            if self.ranks.rank == 0 and not self.cache.commands:
+            if self.ranks.rank == 0 and not self.commands:
                 self.engine.wake.wait(BEAT)
             self.engine.wake.clear()
             self.cache.poll()
         while self.cache.received:
+            if self.ranks.rank == 0:
+                self.commands.popleft()
             self.do(*self.cache.received.popleft())
-        self.stepping = False
+
+    def restart(self, reason: str):
+        """End all requests, and make a new engine with empty pools. All ranks call this after a failure,
+        because their engines may differ. Commands that are not done yet are sent again.
+
+        `reason`: one sentence without a full stop."""
+        print(f"{reason}; all ranks end their requests, and begin again.", file=sys.stderr)
+        before = self.engine
+        # Other threads see an empty engine until there is a new one
+        self.engine, self.cache = requests.RequestQueue(before.capacity), None
+        self.engine.counts = before.counts
+        for request in self.submitted:
+            request.restoration = request.memo = None       # they refer to the old engine
+            if request.outcome is None:
+                request.finish(requests.Unavailable(f"{reason}; ask again."))
+                before.counts["failed"] += 1
+        with suppress(Exception):
+            before.close()
+        torch.set_num_threads(before.lower_tier.threads)
+        del before      # free its memory: the new engine needs as much
+        gc.unfreeze()
+        self.ranks.reconnect()
+        gc.freeze()
+        try:
+            engine = self.make()
+        except Exception as error:
+            exit_process(1, f"Rank {self.ranks.rank} cannot begin again ({in_words(error)}); all ranks end.")
+        engine.counts.update(self.engine.counts)
+        engine.lower_tier.cache.commands = self.commands
+        self.engine, self.cache = engine, engine.lower_tier.cache
 
     def follow(self):
         """Step until rank 0 has sent the command "close", then close the engine. All ranks call this."""

@@ -45,7 +45,7 @@ def test_all_ranks_write_the_same_text_so_that_all_find_the_same_stop_strings(fr
     for rank in range(2):
         cache = SimpleNamespace(ranks=SimpleNamespace(rank=rank), commands=[])
         engine = Mock(lower_tier=Mock(cache=cache), submit=submitted.append)
-        places.append(ranks.BroadcastEngine(engine, frontend.tokenizer))
+        places.append(ranks.BroadcastEngine(Mock(return_value=engine), frontend.tokenizer))
     for asked in dict(prompt=[70, 71], stop="ab"), dict(prompt="Hello"):
         places[0].submit(frontend.request(**asked))
     for words in json.loads(json.dumps(places[0].cache.commands, default=id)):
@@ -228,6 +228,11 @@ def test_when_a_rank_has_ended_all_end_with_a_sentence(how, words, tmp_path):
     done = scenario(tmp_path, 2, how)
     assert done.returncode == 1 and done.stderr.endswith(f"{words}\n"), done.stderr
     assert done.stdout == "ready\n", "output before the failure is not lost"
+
+
+@pytest.mark.parametrize("count, keep", [(2, "kv"), (2, "states"), (4, "kv")])
+def test_an_exception_on_one_rank_ends_the_step_on_all_ranks_and_all_go_on(count, keep, tmp_path):
+    passes(tmp_path, count, "fails", "--keep", keep, "--kv-heads", 4)
 
 
 @pytest.mark.parametrize("words, environment, sentence", [

@@ -12,6 +12,7 @@ import random
 import signal
 import threading
 import time
+import weakref
 from functools import partial
 
 import torch
@@ -131,7 +132,7 @@ def declining(ranks, arguments):
 
 def ending(ranks, arguments):
     """One rank ends while all ranks step; the others must end soon, too."""
-    everywhere = processes.BroadcastEngine(engine_of(ranks, arguments))
+    everywhere = processes.BroadcastEngine(partial(engine_of, ranks, arguments))
     everywhere.step()
     if ranks.rank == 1:
         if arguments.scenario == "killed":
@@ -144,7 +145,7 @@ def ending(ranks, arguments):
 def commands(ranks, arguments):
     """Another thread of rank 0 submits and cancels requests, evicts, and closes the engine; all ranks follow."""
     engine = engine_of(ranks, arguments)
-    everywhere, oracle = processes.BroadcastEngine(engine), engines.Oracle(engines.tiny_model(kv_heads=arguments.kv_heads))
+    everywhere, oracle = processes.BroadcastEngine(lambda: engine), engines.Oracle(engines.tiny_model(kv_heads=arguments.kv_heads))
     if ranks.rank:
         everywhere.follow()
         assert engine.lower_tier.cache.save_link.closed.is_set(), "pending copies complete on every rank before it ends"
@@ -160,6 +161,56 @@ def commands(ranks, arguments):
     assert all(oracle.judge(one) != "wrong" for number, one in enumerate(asked) if number not in (3, 5))
     engines.wait_until_idle(everywhere)
     assert everywhere.evict("device") > 0 and not engine.pool.cached
+    everywhere.close()
+
+
+def failing(ranks, arguments):
+    """Work on one rank raises. Each time all open requests end with one sentence, and all ranks go on.
+
+    Each engine but the last has one fault: a method that raises on one rank. A new engine has it no more."""
+    copying = ("step_states", "project") if arguments.keep == "states" else ("copy_out", "copy_in")
+    names = ("match", "save", "on_saved", "poll", *copying, "pass") if ranks.count == 2 else ("pass",)
+    faults, before = [(name, rank) for name in names for rank in range(2)], []
+    left, oracle = [*faults, ("", -1)], engines.Oracle(engines.tiny_model(kv_heads=arguments.kv_heads))
+
+    def make():
+        assert not before or before[0]() is None, "the memory of the last engine is free"
+        engine, (name, rank) = engine_of(ranks, arguments), left.pop(0)
+        before[:] = [weakref.ref(engine)]
+        owner, method = (engine.model.layers[1], "after_attention") if name == "pass" else (engine.lower_tier.cache, name)
+        right = getattr(owner, method, None)
+
+        def wrong(*what):
+            if name != "poll" or engine.running:  # an idle engine polls too
+                raise RuntimeError(name)
+            return right(*what)
+
+        if rank == ranks.rank:
+            setattr(owner, method, wrong)
+        return engine
+
+    everywhere, prompts = processes.BroadcastEngine(make), [engines.draw(random.Random(seed), 100) for seed in range(2)]
+    if ranks.rank:
+        return everywhere.follow()
+
+    def ask() -> list:
+        """Return what the prompts' requests found, or one sentence each."""
+        asked = [Request(prompt, 4) for prompt in prompts]
+        for request in asked:
+            everywhere.submit(request)
+        while any(request.outcome is None for request in asked) or everywhere.busy:
+            everywhere.step()
+        everywhere.evict("device")
+        assert all(isinstance(one.outcome, Exception) or oracle.judge(one) != "wrong" for one in asked)
+        return [str(one.outcome) if isinstance(one.outcome, Exception) else one.found for one in asked]
+
+    for name, rank in faults:
+        count, outcomes = len(left), ask()
+        if len(left) == count:  # there is something to restore the second time
+            outcomes = ask()
+        told = [f"Rank {rank} failed (RuntimeError: {name}); ask again."] * 2
+        assert len(left) == count - 1 and (outcomes == told or name == "on_saved"), (name, outcomes)  # blocks may be saved later
+    assert ask() == [{}, {}] and ask() == [{"cpu": 96}] * 2
     everywhere.close()
 
 
@@ -193,7 +244,7 @@ def lacking(ranks, arguments):
 
 
 SCENARIOS = dict(traffic=generated, share=sharing, lack=lacking, bytes=bytes_over_the_link, decline=declining, killed=ending, failed=ending,
-                 idle=ending, commands=commands)  # fmt: skip
+                 idle=ending, commands=commands, fails=failing)  # fmt: skip
 
 
 def main():
