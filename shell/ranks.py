@@ -243,7 +243,6 @@ class BroadcastEngine:
                 before.counts["failed"] += 1
         with suppress(Exception):
             before.close()
-        torch.set_num_threads(before.lower_tier.threads)
         del before      # free its memory: the new engine needs as much
         gc.unfreeze()
         self.ranks.reconnect()
