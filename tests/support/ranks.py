@@ -23,6 +23,7 @@ from common.llama import Llama
 from common.requests import ClientDisconnected, Request
 from shell import backends, checkpoint
 from shell import ranks as processes
+from shell.families import layer_of
 from tests.support import engines, traffic
 
 ranked = importlib.import_module("09_tensor_parallel")
@@ -51,7 +52,7 @@ class Losing:
 def divided(ranks: processes.Ranks, kv_heads: int) -> Llama:
     """Return this rank's part of the tiny model."""
     whole, sharding = engines.plain_model(kv_heads=kv_heads), ranked.Sharding(ranks)
-    model = Llama(sharding.config(whole.config), whole.dtype)
+    model = Llama(sharding.config(whole.config), whole.dtype, layer=layer_of(whole.config))
     sharding.divide(model)
     tensors = checkpoint.weights(whole)
     for name, place in checkpoint.weights(model).items():
