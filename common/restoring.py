@@ -29,7 +29,6 @@ class Restorer:
         """`estimates`: predicts the seconds of loading and of computing."""
         self.cache, self.estimates = cache, estimates
         self.waited = []  # (start, end) clock marks of the current pass's waits
-        self.poll, self.close = cache.poll, cache.close  # the Cache itself answers these calls of the engine
 
     # What the engine calls, in the order of a step
 
@@ -54,6 +53,10 @@ class Restorer:
         if not request.must_compute:
             with self.engine.contain(request):
                 self.cache.submitted(request)
+
+    def poll(self):
+        """Release the blocks of completed transfers. Called at the start of each step."""
+        self.cache.poll()
 
     def waits(self, request: Request) -> bool:
         """Return True to keep the request queued while its tokens are prefetched. Called at admission.
@@ -133,6 +136,10 @@ class Restorer:
         if request.restoration:
             self.end_restoration(request)
         self.cache.finished(request)
+
+    def close(self):
+        """Close the Cache. Called once, when the engine closes."""
+        self.cache.close()
 
     # Helpers
 
