@@ -27,12 +27,6 @@ TEXT = dict(prompt="Hello", max_tokens=8, temperature=0)
 ROUTES = [("/generate", ASK), ("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    """Check more often whether a client has hung up."""
-    monkeypatch.setattr(servers, "POLL_SECONDS", 0.02)
-
-
 @pytest.fixture(scope="module")
 def client(frontend):
     """The Client of a server that tests share. Tests must leave it as it was."""
@@ -214,8 +208,7 @@ def test_a_client_that_leaves_before_its_request_is_submitted_costs_no_step(fron
 
 
 @pytest.mark.parametrize("route,body", ROUTES)
-def test_a_queued_stream_sends_its_headers_and_then_comments(frontend, monkeypatch, route, body):
-    monkeypatch.setattr(servers, "SILENCE_SECONDS", 0.0)
+def test_a_queued_stream_sends_its_headers_and_then_comments(frontend, route, body):
     with serving(frontend) as client:
         client.engine.hold()
         with closing(client.send(route, dict(body, stream=True))) as connection:

@@ -7,8 +7,10 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from shell.server import Server, listen, make_app
+from shell import server as servers
 from tests.support.stub import Engine
+
+servers.POLL_SECONDS, servers.SILENCE_SECONDS = 0.02, 0.0   # notice hang-ups soon, and send comments often
 
 INFO = dict(chapter="stub", model="tiny", device="cpu", dtype="float32")
 TIMEOUT = 300                      # seconds; an answer takes a few at most
@@ -60,7 +62,7 @@ def sentence(error: dict, kind: str = "invalid_request_error") -> str:
 class Client:
     """A client of a server under test. `server`, `thread`: the Server and its engine's thread, if in this process."""
 
-    def __init__(self, port: int, server: Server | None = None, thread: threading.Thread | None = None):
+    def __init__(self, port: int, server: servers.Server | None = None, thread: threading.Thread | None = None):
         self.port, self.server, self.engine, self.thread = port, server, server and server.engine, thread
 
     def send(self, route: str, body=None, method: str | None = None, headers: dict | None = None):
@@ -84,8 +86,8 @@ def serving(frontend, engine=None, info=INFO, **options):
 
     The engine runs on a new thread, since tests send requests from the main thread. At the end, that thread must end,
     and no request may be left."""
-    server, listener = Server(engine or Engine(), frontend, info, **options), listen("127.0.0.1", 0)
-    listener.app = make_app(server)
+    server, listener = servers.Server(engine or Engine(), frontend, info, **options), servers.listen("127.0.0.1", 0)
+    listener.app = servers.make_app(server)
     steps = threading.Thread(target=server.run, daemon=True)
     steps.start()
     try:
