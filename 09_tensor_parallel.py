@@ -370,8 +370,8 @@ class PageHeadCache(KVCache):
         self.unwritten += block_keys if arrived else []
 
     def poll(self):
-        """Write queued pages. At most a quarter of the host blocks may be held by such writes. The other pages
-        stay queued until host memory evicts them."""
+        """Write queued pages. At most a quarter of the host blocks may be held by such writes. Other pages stay
+        queued until host memory evicts them."""
         super().poll()
         queued, self.unwritten = self.unwritten, []
         for block_key in queued:

@@ -153,14 +153,12 @@ class Cache:
     storage = None  # a Storage or StoredChunks whose errors `poll` counts
 
     def submitted(self, request: Request):
-        """Start a prefetch (07), or look up what storage has. Called when a request is queued or re-queued. By
-        then, `request.chain` has the keys of all full blocks of its tokens."""
+        """Start a prefetch (07), or ask storage. Called when a request is queued or re-queued. By then,
+        `request.chain` has the keys of all full blocks of its tokens."""
 
     def waits(self, request: Request) -> bool:
-        """Return True to keep the request queued while its tokens are prefetched (07), or while transfers in the
-        request's own lane, "ask ID", are under way.
-
-        Called at admission, before the request gets blocks."""
+        """Return True to keep the request queued, while its tokens are prefetched (07), or while its own lane,
+        "ask ID", holds transfers. Called at admission, before the request gets blocks."""
         return bool(self.in_flight.get(f"ask {request.id}"))
 
     def save_layer(self, layer: int, hidden: torch.Tensor, batch: "Batch"):  # noqa: F821

@@ -34,8 +34,8 @@ class StoredChunks:
         self.storages, self.turn = storages, cycle(storages)  # round-robin
 
     def open(self, engine):
-        """Start the threads of all storages. A lookup that has ended also ends a pass in which the engine waits
-        for a copy, because a queued request may wait for the lookup (`ask`)."""
+        """Start the threads of all storages. After a lookup, a pass that waits for a copy must end, because a
+        queued request may have waited for the lookup (`ask`)."""
         arrivals, wake = engine.arrivals, engine.wake  # the threads must not reference the engine
         for storage in self.storages:
             storage.open(wake.set, lambda: (arrivals.append((None, None)), wake.set()))
