@@ -225,7 +225,7 @@ class BlockStore:
         return [location for location in locations if isinstance(location, Stored)]
 
     def store_chain(self, request):
-        """Queue the request's host blocks for storage, and mark its chain as recently used there."""
+        """Queue the request's blocks in host memory for storage, and mark its chain as used there."""
         if self.storage:
             self.unwritten |= dict.fromkeys(filter(self.pool.block_of.__contains__, request.chain))
             self.write_queued()

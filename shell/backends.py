@@ -15,6 +15,7 @@ from itertools import compress
 from pathlib import Path
 from threading import Thread
 
+from common.link import SLOWEST
 from common.requests import BadRequest
 from common.store import Storage, StoredChunks
 from shell import warn_once
@@ -74,8 +75,8 @@ class Directory:
         return sorted(found)
 
     def update_index(self, known: set[str], found: set[str]):
-        """Add the keys that were `found` to the index, and remove the other ones of `known`, which were in
-        the index before the search. Keys that another thread has added since then stay."""
+        """Add the keys that were `found` to `index`, and remove the other ones of `known`, which were in it
+        before the search. Keys that another thread has added since then stay."""
         self.index |= found
         self.index -= known - found
 
@@ -162,25 +163,80 @@ class Directory:
 class RedisBackend:
     """A Redis server, or one that speaks its protocol.
 
-    `timeout`: seconds for connecting, and for every answer."""
+    Each value expires `keep_days` after its last use. The values of a chain expire one after the other, the
+    last one first. So a server whose policy is `volatile-ttl` evicts the least recently used chains, and the
+    tail of a chain before its head. Policies that evict the least recently used evict random parts of a chain,
+    because their clock has a resolution of 1 s.
 
-    def __init__(self, url: str, timeout: float = 1.0):
+    `timeout`: seconds for connecting, and for each answer (see LimitedSocket)."""
+
+    def __init__(self, url: str, timeout: float = 1.0, keep_days: float = 7.0):
         import redis
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)     # no retry: a late answer is useless
         self.client = redis.Redis.from_url(url, retry=retry, socket_timeout=timeout)
+        pool = self.client.connection_pool
+        pool.connection_class = type("Limited", (LimitedConnection, pool.connection_class), {})
+        self.now, self.life = 0, int(864e5 * keep_days)     # ms: latest time of use, and from there to the end
+        self.full = redis.exceptions.OutOfMemoryError
 
     def exists(self, keys: list[str]) -> list[bool]:
+        latest = self.now = max(time.time_ns() // 10**6, self.now + len(keys))
         with self.client.pipeline(transaction=False) as pipeline:
-            for key in reversed(keys):              # a chain's head is marked as used last, and deleted last
-                pipeline.touch("kv:" + key)         # reports whether the key exists
-            return [found == 1 for found in reversed(pipeline.execute())]
+            for at, key in enumerate(keys):
+                pipeline.pexpireat("kv:" + key, latest + self.life - at)    # reports whether the key exists
+            return [found == 1 for found in pipeline.execute()]
 
     def get(self, keys: list[str]) -> list[bytes | None]:
         return self.client.mget(["kv:" + key for key in keys])
 
     def set(self, keys: list[str], values: list[bytes]):
-        if keys:
-            self.client.mset({"kv:" + key: value for key, value in zip(keys, values, strict=True)})
+        try:
+            if keys:
+                self.client.mset({"kv:" + key: value for key, value in zip(keys, values, strict=True)})
+        except self.full:
+            words = "Redis is full and evicts nothing; set its maxmemory-policy to volatile-ttl."
+            warn_once(words, file=sys.stderr)
+            raise
+        self.exists(keys)       # so that they expire
+
+
+class LimitedConnection:
+    """A mixin for connections of redis-py, whose own timeout is for each read or write of the socket."""
+
+    def _connect(self):
+        return LimitedSocket(super()._connect(), self.socket_timeout)
+
+
+class LimitedSocket:
+    """A connected socket with one limit for a whole call, which is a command and its answer: `seconds`, and a
+    second more for each SLOWEST bytes."""
+
+    def __init__(self, connected, seconds: float):
+        self.socket, self.seconds, self.until, self.sending = connected, seconds, 0.0, False
+
+    def __getattr__(self, name):
+        return getattr(self.socket, name)
+
+    def sendall(self, data):
+        began = self.until if self.sending else time.monotonic() + self.seconds
+        self.until, self.sending = began + len(data) / SLOWEST, True
+        self.in_time(self.socket.sendall, data)
+
+    def recv(self, size: int) -> bytes:
+        data = self.in_time(self.socket.recv, size)
+        self.until, self.sending = self.until + len(data) / SLOWEST, False
+        return data
+
+    def recv_into(self, buffer) -> int:
+        size = self.in_time(self.socket.recv_into, buffer)
+        self.until, self.sending = self.until + size / SLOWEST, False
+        return size
+
+    def in_time(self, function, argument):
+        """Call a method of the socket. It raises TimeoutError if it would end after `until`."""
+        if self.socket.gettimeout():        # with 0, redis-py only asks whether there is anything to read
+            self.socket.settimeout(max(1e-3, self.until - time.monotonic()))
+        return function(argument)
 
 
 def open_backend(url: str, config: dict | None = None):

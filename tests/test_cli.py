@@ -77,6 +77,13 @@ def test_prompt_prints_the_answer_and_closes_the_engine(monkeypatch, capsys, tin
     assert len(spans) == 20 == len(report["timeline"])
 
 
+def test_the_end_prints_how_many_writes_were_dropped(monkeypatch, capsys):
+    for dropped in 0, 3:
+        monkeypatch.setattr(Engine, "close", lambda engine, count=dropped: engine.counts.update(writes_dropped=count))
+        _, said = run_here(monkeypatch, capsys, *TINY, "--prompt", "Hello")
+        assert ("3 writes to storage were dropped" in said) == bool(dropped)
+
+
 def test_help_can_be_shown(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         run_here(monkeypatch, capsys, "--help")

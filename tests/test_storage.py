@@ -3,16 +3,22 @@
 import importlib
 import os
 import random
+import socket
+import threading
 import time
+from contextlib import contextmanager, suppress
+from unittest.mock import Mock
 
 import pytest
 
 from common import store
+from common.link import TransferError, Worker
 from common.requests import Request
 from shell import backends
 from shell.ranks import Ranks
 from tests.support.engines import ORACLE, ask, draw, evict, wait_until_idle
-from tests.test_tiered import FILES, KEYS, cache_on, engine_with
+from tests.support.redis_server import redis_server
+from tests.test_tiered import FILES, KEYS, Shelf, cache_on, engine_with, opened
 
 ranked = importlib.import_module("09_tensor_parallel")
 
@@ -87,3 +93,94 @@ def test_slow_storage_gets_each_block_or_the_block_is_counted(kind, host, tmp_pa
             evict(later)
     assert missing <= engine.counts["writes_dropped"]
     assert missing == 0 or kind == "both" or host == 40, "a write that finds no place waits while memory has its block"
+
+
+def test_a_job_of_many_bytes_may_take_longer_before_it_counts_as_hanging(monkeypatch):
+    monkeypatch.setattr("common.link.HANG_SECONDS", 0.01)
+    for size, hangs in (0, True), (10**9, False):
+        worker, begun, release = Worker("storage"), threading.Event(), threading.Event()
+        worker.submit("read", size, lambda begun=begun, release=release: (begun.set(), release.wait()))
+        begun.wait()
+        time.sleep(0.05)
+        assert worker.hangs == hangs
+        release.set()
+
+
+def test_only_values_that_storage_has_and_that_are_damaged_stay_doubted():
+    with opened(shelf := Shelf()) as (storage, keys, places):
+        shelf.set = Mock(side_effect=OSError)
+        for number in range(300):
+            (write := storage.set([bytes([number % 256]) * 16 + bytes(16)], places[:1])).wait()
+            with pytest.raises(TransferError):
+                storage.get([bytes([number % 256]) * 32], places[:1]).wait()
+            storage.exists([bytes([number % 256]) * 32]).wait()
+        assert write.value == [] and not storage.doubted
+        shelf.pages[keys[0].hex()] = b"damaged"
+        with pytest.raises(TransferError):
+            storage.get(keys[:1], places[:1]).wait()
+        storage.set(keys[:1], places[:1]).wait()
+        (answer := storage.exists(keys[:1])).wait()
+        assert answer.value == [False], "after a write that failed, the damaged value is still there"
+
+
+# 3. Redis --------------------------------------------------------------------------------------
+
+def test_redis_evicts_the_tail_of_a_chain_before_its_head():
+    one, other = ([f"{chain}{number:063x}" for number in range(100)] for chain in "ab")
+    with redis_server() as url:
+        client = (backend := backends.open_backend(url)).client
+        client.set(f"kv:{KEYS[0]}", b"written by an older version")
+        assert backend.exists(KEYS[:2]) == [True, False] and client.pttl(f"kv:{KEYS[0]}") > 0
+        client.config_set("maxmemory-policy", "volatile-ttl")
+        client.config_set("maxmemory-samples", 64)
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + 150 * 10_000)
+        for chain in one, other:
+            for at in range(0, 100, 4):
+                backend.set(chain[at : at + 4], [bytes(9_000)] * 4)
+            assert all(backend.exists(chain))
+        left = backend.exists(one)
+        assert 20 < sum(left) < 80 and left.index(False) > 0.9 * sum(left), "what is left of a chain is its beginning"
+
+
+@contextmanager
+def slow_redis(size: int, reply: list[bytes], pause: float):
+    """Context manager: serve one connection like Redis, and return the URL.
+
+    Before it reads a command of more than `size` bytes, and before each piece of the `reply`, it waits `pause` seconds."""
+    def serve():
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            while data := connection.recv(1 << 20):
+                if b"SETINFO" in data or b"PEXPIREAT" in data:
+                    connection.sendall(b":1\r\n" * (data.count(b"SETINFO") + data.count(b"PEXPIREAT")))
+                    continue
+                time.sleep(pause)
+                while len(data) < size or not data.endswith(b"\r\n"):
+                    data += connection.recv(1 << 20)
+                for piece in reply:
+                    time.sleep(pause)
+                    connection.sendall(piece)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("parser", ["_RESP2Parser", "_HiredisParser"])
+def test_the_timeout_of_redis_is_for_a_whole_answer_and_grows_with_its_bytes(parser, monkeypatch):
+    redis = pytest.importorskip("redis")
+    monkeypatch.setattr("redis.connection.HIREDIS_AVAILABLE", parser == "_HiredisParser" and pytest.importorskip("hiredis"))
+
+    def opened(url: str):
+        backend = backends.RedisBackend(url, timeout=0.2)
+        backend.client.connection_pool.connection_kwargs["parser_class"] = getattr(redis._parsers, parser)
+        return backend
+
+    value, head = bytes(8_000_000), b"*1\r\n$1000\r\n"
+    with slow_redis(0, [head, *[b"x"] * 1000, b"\r\n"], 0.02) as url, pytest.raises(redis.TimeoutError):
+        opened(url).get(KEYS[:1])  # 20 s of bytes that come one by one
+    with slow_redis(len(value), [b"+OK\r\n"], 0.5) as url:
+        opened(url).set(KEYS[:1], [value])
+    monkeypatch.setattr(backends, "SLOWEST", 100.0)
+    with slow_redis(0, [head, *[b"x" * 250] * 4, b"\r\n"], 0.15) as url:
+        assert opened(url).get(KEYS[:1]) == [b"x" * 1000]
