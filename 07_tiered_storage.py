@@ -607,16 +607,19 @@ class TieredCache(offload.HostCache):
         One copy moves all layers of the pages from host memory. Admission finds them on the device. `match`
         offers the pages that have not been copied by then."""
         chain, pool, on_device = prefetch.chain, self.pool, self.pool.find(prefetch.chain)
-        first, host_blocks = len(on_device), self.host.find(chain[len(on_device) :])
-        room = pool.available - len(self.engine.running)  # leave each running request one more block
+        room = max(0, pool.available - len(self.engine.running))  # leave each running request one more block
+        first, found = len(on_device), self.host.find(chain[len(on_device) :])[:room]
         needed = set().union(*(one.memo.chain for one in self.engine.waiting if one.memo))
-        if fits := pool.make_room(max(0, min(len(host_blocks), room)), needed):
-            pages, host_blocks = chain[first : first + fits], host_blocks[:fits]
+        # Under write_back, room on the device is made by evicting pages from host memory: not those found here
+        self.host.share(found)
+        if fits := pool.make_room(len(found), needed):
+            pages, host_blocks = chain[first : first + fits], found[:fits]
             blocks = pool.allocate(fits, on_device[-1] if on_device else None, len(chain) - first)
             device, host = pool.memory.movedim(2, 0), self.host.memory.movedim(1, 0)  # [blocks, L, 2, ...]
             copy = self.load_link.copy(device, host, f"page {first}", links.BlockPairs(blocks, host_blocks))
             prefetch.load, then = copy, partial(self.loaded_ahead, prefetch, pages, blocks, copy)
             self.hold("load", [copy], (self.host, host_blocks), given=[(pool, blocks)], then=then)
+        self.host.release(found)
 
     def loaded_ahead(self, prefetch: Prefetch, pages: list, blocks: list[int], copy, arrived: bool):
         """Called when a copy of `load_ahead` has completed: register its pages, unless it has failed."""
