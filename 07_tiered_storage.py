@@ -412,6 +412,7 @@ class TieredCache(offload.HostCache):
             dirty += [page for page in self.to_write(node) if not self.has_block(page)]
         if self.write_policy == "write_back":
             self.counts["dirty_evicted"] += len(dirty)
+            self.saving.update(on_their_way := dict.fromkeys(dirty))  # what follows them is not after a gap
             room = partial(self.host.make_room, own=() if self.storage else dirty, used=self.step_began)
             while not self.save_link.hangs and (fits := room(len(dirty))):
                 pages, dirty, host_blocks = dirty[:fits], dirty[fits:], self.host.allocate(fits)
@@ -424,6 +425,8 @@ class TieredCache(offload.HostCache):
                     copy.cancel()
                     self.hold("save", [copy], (self.host, host_blocks))  # a late copy still writes to them
                 self.host.release(host_blocks)
+            for page in on_their_way:
+                del self.saving[page]
         self.count_lost(block_of)
 
     def on_evict_l2(self, leaving: list):

@@ -59,11 +59,18 @@ def chunk_files(folder: Path | None = None) -> StoredChunks:
 def tiered(blocks: int, prefetch: str, write: str, backend=None, **options):
     """Return chapter 07's Cache, with storage in `backend` or in a new folder.
 
-    `prefetch`, `write`: names of policies."""
+    `prefetch`, `write`: names of policies; with `prefetch` "none" there is no storage."""
     if backend is None:
         backend = open_backend(f"file:{tempfile.mkdtemp(dir=FOLDERS.name)}")
-    options = {"threshold": 32, **options}
-    return tiers.cache_of(prefetch)(blocks, BANDWIDTH, Storage(backend), prefetch, write, **options)
+    options, storage = {"threshold": 32, **options}, Storage(backend) if prefetch != "none" else None
+    return tiers.cache_of(prefetch)(blocks, BANDWIDTH, storage, prefetch, write, **options)
+
+
+# Chapter 07's Caches for generated traffic: each write policy, with each prefetch policy and without storage.
+POLICIES = {
+    f"tiered, {write}, {prefetch}": functools.partial(tiered, prefetch=prefetch, write=write)
+    for write in tiers.WRITE for prefetch in (*tiers.PREFETCH, "none")
+}  # fmt: skip
 
 
 def own_cache(name: str):
@@ -118,14 +125,14 @@ def hybrid_runner(blocks: int, size: int = 16, plan=None, model=None, rows: int 
     return hybrid.HybridRunner(model or tiny_model(0, 4, on_host=True), plan, bandwidth, size, rows)
 
 
-def make(cache="none", blocks=64, block_size=16, model=None, always_restore=True, runner=None, **options):
-    """Return an engine. `cache`: a name in CACHES or RUNNERS, or a Cache.
+def make(cache="none", blocks=64, block_size=16, model=None, always_restore=True, runner=None, tier=None, **options):
+    """Return an engine. `cache`: a name in CACHES, POLICIES or RUNNERS, or a Cache.
 
-    By default every match is restored, so that no measured time decides what a test sees."""
+    `tier`: blocks to which the tiers below the device are sized, if `cache` is a name; default: `blocks`. By default every match is restored, so that no measured time decides what a test sees."""
     model = model or tiny_model()
     if cache in RUNNERS:
         cache, runner = None, RUNNERS[cache](blocks, block_size)
-    cache = CACHES[cache](blocks) if isinstance(cache, str) else cache
+    cache = (CACHES | POLICIES)[cache](tier or blocks) if isinstance(cache, str) else cache
     runner = runner or paged.Runner(model, blocks, block_size)
     if model.device.type == "cuda" and isinstance(runner, paged.Runner):
         runner.pieces = Pieces(model)

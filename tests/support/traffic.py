@@ -26,33 +26,43 @@ def prompts_of(rng: random.Random, longest: int, documents: int = 4) -> list[lis
     prompts = []
     for _ in range(30):
         text = rng.choice(texts)
-        prompts.append(text[: rng.randrange(1, len(text) + 1)] + engines.draw(rng, rng.randrange(1, 24)))
+        shared = rng.randrange(rng.choice((1, len(text) // 2)), len(text) + 1)
+        prompts.append(text[:shared] + engines.draw(rng, rng.randrange(1, 60)))
     return prompts
+
+
+def variants(cache: str) -> list[str]:
+    """Return the names of a Cache and of its variants: `tiered` has one for each policy, `tiered, write_back` fewer."""
+    return [cache, *(name for name in engines.POLICIES if name.startswith(f"{cache}, "))]
 
 
 def run(cache, requests: int, seed: int, share=0.05, make=engines.make, rank=0, model=None,
         until_wrong=False, longest=300, answer=24):
     """Send at least `requests` requests to engines with this Cache, one engine after the other.
 
-    `seed`: the same seed gives the same requests. `rank`: each rank gets the same requests, but other failing copies.
+    The tiers below the device have a few blocks, as many as the device, or more.
+
+    `cache`: a name for `make`; or a list of names, of which each engine gets the next. `seed`: the same seed gives the same requests. `rank`: each rank gets the same requests, but other failing copies.
     `share`: of copies that fail, and of copies that are late. `model`: the one whose answers
     are right. `until_wrong`: stop after an engine that gave a wrong answer. `longest`, `answer`: the most tokens of a
     document and of an answer.
 
     Returns: counts of events."""
-    model = engines.tiny_model(0, 4) if cache in engines.RUNNERS else model
+    names = [cache] if isinstance(cache, str) else cache
+    model = engines.tiny_model(0, 4) if names[0] in engines.RUNNERS else model
     oracle, counts, rng, number = engines.Oracle(model), Counter(), random.Random(seed), 0
     while counts["requests"] < requests and not (until_wrong and counts["wrong"] + counts["failed"]):
         if number % 4 == 0:
             prompts, oracle.known = prompts_of(rng, longest), {}
-        number += 1
+        name, number = names[number % len(names)], number + 1
         size, most = rng.choice((4, 8, 16, 16)), max(len(prompt) for prompt in prompts) + 24
         blocks = -(-most // size) + rng.randrange(1, 20)
         options = dict(token_budget=rng.choice((16, 64, 512)), max_running=rng.randrange(2, 9))
-        engine = make(cache, blocks, size, **options)
+        tier = rng.choice((1, 4, 8, 16, 64, 2 * blocks))
+        engine = make(name, blocks, size, tier=tier, **options)
         faults = random.Random(rng.random() + rank)
         with faulty(faults, failing=share, late=share, noisy=4, delay=rng.choice((0.002, 0.02))):
-            for _ in range(2 if until_wrong else min(12, requests // 10 + 1)):
+            for _ in range(2 if until_wrong else 4):
                 burst(engine, rng, prompts, oracle, counts, answer)
         engines.check_pools(engine)
         if engine.model.device.type == "cpu":
@@ -67,10 +77,10 @@ def burst(engine, rng: random.Random, prompts: list, oracle: engines.Oracle, cou
     """Submit some requests at once, and cancel some of them while they are queued or running.
 
     Add to `counts` what happened to them."""
-    if rng.random() < 0.5:
+    if rng.random() < 0.25:
         engine.evict("device")  # even while blocks are being saved
     asked = []
-    for _ in range(rng.randrange(1, 14)):
+    for _ in range(rng.randrange(1, rng.choice((4, 14)))):
         options = dict(cache_salt=rng.choice(SALTS))
         request = Request(list(rng.choice(prompts)), rng.randrange(1, answer), options=options)
         request.steps_to_live = rng.randrange(0, 12) if rng.random() < 0.1 else None
@@ -112,12 +122,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cache", choices=[*engines.CACHES, *engines.RUNNERS], default="host")
+    parser.add_argument("--cache", choices=[*engines.CACHES, *engines.POLICIES, *engines.RUNNERS], default="host")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     began = time.perf_counter()
     share = 0.002 if arguments.cache in engines.RUNNERS else 0.05  # in chapter 08 a failed copy fails the whole step
-    counts = run(arguments.cache, arguments.requests, arguments.seed, share)
+    counts = run(variants(arguments.cache), arguments.requests, arguments.seed, share)
     print(f"{arguments.cache}, seed {arguments.seed}, {time.perf_counter() - began:.0f} s: "
           + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))  # fmt: skip
     given_up, ties = counts["given_up"] / counts["requests"], counts["tie"] / counts["tokens"]
