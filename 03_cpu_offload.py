@@ -203,7 +203,7 @@ class HostCache(Cache):
         """Return block keys that must stay in host memory while blocks of this request are copied to it.
 
         These are the blocks of its own chain; or none, if the request has ended and there is a lower tier."""
-        return request.chain if self.last_tier or request.table else []
+        return request.chain if self.last_tier or request in self.engine.running else []
 
     def copy_out(self, blocks: list[int], host_blocks: list[int]) -> links.Transfer:
         """Start to copy device `blocks` to `host_blocks`. Returns: one Transfer for all layers."""

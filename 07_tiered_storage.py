@@ -18,7 +18,8 @@ request is admitted are loaded layer by layer (chapter 03).
 
 The prefetch policy says how long a request waits for storage.
 
-    best_effort      not at all: once there is room for the request, it uses the pages that have arrived
+    best_effort      not at all: it uses the pages that arrive while there is no room for it in memory, or in
+                     a step, because other prompts fill it. If there is room at once, no page has arrived
     timeout          a fixed number of seconds, and more for each 1,024 missing tokens
     wait_complete    until all pages have arrived
     both_ends        until storage has answered which pages it holds; then the engine computes from the front
@@ -351,16 +352,17 @@ class TieredCache(offload.HostCache):
             node.host_blocks = [self.host.block_of[block_key] for block_key in node.pages]
 
     def send_l3(self, pages=()):
-        """Queue pages for storage, and start writes until a quarter of host memory is being written.
+        """Queue those of `pages` that are in host memory for storage, and start writes until a quarter of
+        host memory is being written.
 
-        A page that is not in host memory yet is dropped from the queue. `on_saved` queues it again once it
-        has arrived there. Under write_back, no pages are queued here."""
-        if self.storage and self.write_policy != "write_back":
-            self.unwritten.update((page, page) for page in pages)
+        `on_saved` queues the others once they have arrived there. A page stays queued until its write begins
+        or host memory evicts it. Under write_back, no pages are queued here."""
         most, there = max(1, self.host.size // 4), self.host.block_of
+        if self.storage and self.write_policy != "write_back":
+            self.unwritten.update((page, page) for page in pages if page in there)
         while self.unwritten and len(self.writing) < most and not self.storage.writer.hangs:
             some = map(self.unwritten.pop, list(islice(self.unwritten, self.pages_at_once)))
-            self.write_l3({page: there[page] for page in some if page in there})
+            self.write_l3({page: there[page] for page in some})
 
     def write_l3(self, host_block_of: dict, leaving: bool = False):
         """Start to write pages to storage, if the write policy wants them there and storage lacks them.
@@ -442,15 +444,18 @@ class TieredCache(offload.HostCache):
             self.write_l3(host_block_of, leaving=True)
         for node in self.tree.change(host_block_of):
             node.host_blocks = []
+        for page in host_block_of:
+            self.unwritten.pop(page, None)
         self.count_lost(host_block_of if self.storage else ())
 
     def count_lost(self, pages):
         """Count those of `pages` that are lost.
 
         A page is lost if the write policy wanted it in a lower tier, and it is now in no tier and not on its
-        way to storage."""
+        way to storage. If there is storage, its write is dropped."""
         lost = [page for node in self.tree.change(pages) if not node.is_local for page in self.to_write(node)]
         self.counts["pages_lost"] += len(lost)
+        self.counts["writes_dropped"] += len(lost) if self.storage else 0
         for node in self.tree.change(lost):
             node.wanted = False  # count each page once
 
@@ -567,15 +572,19 @@ class TieredCache(offload.HostCache):
     def waits(self, request):
         """Return True to keep the request queued while its pages are prefetched.
 
-        The request waits while storage may deliver missing pages and the policy's time is not over. Once
-        storage has answered, it waits only if the engine decides that loading pays. When it no longer waits
+        The request waits while storage may deliver missing pages and the policy's time is not over. Under
+        best_effort it waits only while other requests' tokens fill the next step. Once storage has answered,
+        it waits only if the engine decides that loading pays. When it no longer waits
         for storage, the prefetch ends. A copy of `load_ahead` that is in flight must still complete before
         the request is admitted with the pages that have arrived."""
         prefetch, silent = request.memo, self.storage and self.storage.silent
         if not prefetch:
             return False
         is_missing = request.computed < len(prefetch.chain) * self.pool.block_size
-        waits = is_missing and not (prefetch.ended or silent) and time.perf_counter() < prefetch.until
+        in_time = time.perf_counter() < prefetch.until
+        if not prefetch.until:  # best_effort
+            in_time = sum(one.pending for one in self.engine.running) >= self.engine.token_budget
+        waits = is_missing and not (prefetch.ended or silent) and in_time
         if waits and prefetch.answered and not prefetch.pays:
             most = self.engine.lower_tier.decide(request, self.offer(request))
             prefetch.pays = waits = most > 0
@@ -685,6 +694,7 @@ class TieredCache(offload.HostCache):
         """Called when a request ends or is preempted: record its last pages, and end its prefetch."""
         self.record_pages(request)
         super().finished(request)
+        self.save_pending()  # its own pages may now make room in host memory for its later ones
         if self.storage:  # mark the chain as used, its head last, so that its tail is deleted first
             self.storage.use([page.digest for page in request.chain])
         if request.memo:
@@ -692,7 +702,8 @@ class TieredCache(offload.HostCache):
         request.memo = None
 
     def close(self):
-        """Wait until transfers have completed, for at most 5 s per pool.
+        """Wait until transfers have completed, for at most 5 s per pool. Then drop the writes that are left,
+        and count them.
 
         Under write_back, first evict all pages, so that dirty pages are written to storage."""
         self.poll()
@@ -700,6 +711,8 @@ class TieredCache(offload.HostCache):
             if self.write_policy == "write_back" and self.storage:
                 pool.evict(list(pool.cached))
             self.drain()
+        left = (node.pages for node in self.tree.nodes() if self.storage and node.wanted and not node.stored)
+        self.counts["writes_dropped"] += sum(map(len, left))
         self.close_each(super(), self.storage)
 
 
