@@ -18,7 +18,8 @@ request is admitted are loaded layer by layer (chapter 03).
 
 The prefetch policy says how long a request waits for storage.
 
-    best_effort      not at all: once there is room for the request, it uses the pages that have arrived
+    best_effort      not at all: it uses the pages that arrive while there is no room for it in memory, or in
+                     a step, because other prompts fill it. If there is room at once, no page has arrived
     timeout          a fixed number of seconds, and more for each 1,024 missing tokens
     wait_complete    until all pages have arrived
 
@@ -349,7 +350,8 @@ class TieredCache(offload.HostCache):
         for a finished request may evict its own pages, because storage has them."""
         read = (one.memo.pages_read for one in self.engine.waiting if one.memo)
         is_last = not self.storage or self.storage.is_backlogged
-        return set(request.chain if is_last or request.table else ()).union(*read)
+        own = request.chain if is_last or request in self.engine.running else ()
+        return set(own).union(*read)
 
     def after_gap(self, block_key) -> bool:
         """Return True if the parent page is missing from every lower tier and not on its way to one."""
@@ -376,16 +378,17 @@ class TieredCache(offload.HostCache):
             node.host_blocks = [self.host.block_of[block_key] for block_key in node.pages]
 
     def send_l3(self, pages=()):
-        """Queue pages for storage, and start writes until a quarter of host memory is being written.
+        """Queue those of `pages` that are in host memory for storage, and start writes until a quarter of
+        host memory is being written.
 
-        A page that is not in host memory yet is dropped from the queue. `on_saved` queues it again once it
-        has arrived there. Under write_back, no pages are queued here."""
-        if self.storage and self.write_policy != "write_back":
-            self.unwritten.update((page, page) for page in pages)
+        `on_saved` queues the others once they have arrived there. A page stays queued until its write begins
+        or host memory evicts it. Under write_back, no pages are queued here."""
         most, there = max(1, self.host.size // 4), self.host.block_of
+        if self.storage and self.write_policy != "write_back":
+            self.unwritten.update((page, page) for page in pages if page in there)
         while self.unwritten and len(self.writing) < most and not self.storage.writer.hangs:
             some = map(self.unwritten.pop, list(islice(self.unwritten, self.pages_at_once)))
-            self.write_l3({page: there[page] for page in some if page in there})
+            self.write_l3({page: there[page] for page in some})
 
     def write_l3(self, host_block_of: dict, leaving: bool = False):
         """Start to write pages to storage, if the write policy wants them there and storage lacks them.
@@ -437,6 +440,7 @@ class TieredCache(offload.HostCache):
             dirty += [page for page in self.to_write(node) if not self.has_block(page)]
         if self.write_policy == "write_back":
             self.counts["dirty_evicted"] += len(dirty)
+            self.saving.update(on_their_way := dict.fromkeys(dirty))  # what follows them is not after a gap
             # The first requests in the queue, which may be the cause of this eviction, need their host pages
             needed = set().union(*(one.chain for one in islice(self.engine.waiting, RETRY_REQUESTS)))
             room = partial(self.host.make_room, keep=needed.union(() if self.storage else dirty))
@@ -451,6 +455,8 @@ class TieredCache(offload.HostCache):
                     copy.cancel()
                     self.hold("save", [copy], (self.host, host_blocks))  # a late copy still writes to them
                 self.host.release(host_blocks)
+            for page in on_their_way:
+                del self.saving[page]
         self.count_lost(block_of)
 
     def on_evict_l2(self, leaving: list):
@@ -466,15 +472,18 @@ class TieredCache(offload.HostCache):
             self.write_l3(host_block_of, leaving=True)
         for node in self.tree.change(host_block_of):
             node.host_blocks = []
+        for page in host_block_of:
+            self.unwritten.pop(page, None)
         self.count_lost(host_block_of if self.storage else ())
 
     def count_lost(self, pages):
         """Count those of `pages` that are lost.
 
         A page is lost if the write policy wanted it in a lower tier, and it is now in no tier and not on its
-        way to storage."""
+        way to storage. If there is storage, its write is dropped."""
         lost = [page for node in self.tree.change(pages) if not node.is_local for page in self.to_write(node)]
         self.counts["pages_lost"] += len(lost)
+        self.counts["writes_dropped"] += len(lost) if self.storage else 0
         for node in self.tree.change(lost):
             node.wanted = False  # count each page once
 
@@ -591,15 +600,19 @@ class TieredCache(offload.HostCache):
     def waits(self, request):
         """Return True to keep the request queued while its pages are prefetched.
 
-        The request waits while storage may deliver missing pages and the policy's time is not over. Once
-        storage has answered, it waits only if the engine decides that loading pays. When it no longer waits
+        The request waits while storage may deliver missing pages and the policy's time is not over. Under
+        best_effort it waits only while other requests' tokens fill the next step. Once storage has answered,
+        it waits only if the engine decides that loading pays. When it no longer waits
         for storage, the prefetch ends. A copy of `load_ahead` that is in flight must still complete before
         the request is admitted with the pages that have arrived."""
         prefetch, silent = request.memo, self.storage and self.storage.silent
         if not prefetch:
             return False
         is_missing = request.computed < len(prefetch.chain) * self.pool.block_size
-        waits = is_missing and not (prefetch.ended or silent) and time.perf_counter() < prefetch.until
+        in_time = time.perf_counter() < prefetch.until
+        if not prefetch.until:  # best_effort
+            in_time = sum(one.pending for one in self.engine.running) >= self.engine.token_budget
+        waits = is_missing and not (prefetch.ended or silent) and in_time
         if waits and prefetch.answered and not prefetch.pays:
             most = self.estimates.load_or_compute(request, self.offer(request), self.agree)
             prefetch.pays = waits = most > 0
@@ -635,20 +648,19 @@ class TieredCache(offload.HostCache):
         One copy moves all layers of the pages from host memory. Admission finds them on the device. `match`
         offers the pages that have not been copied by then."""
         chain, pool, on_device = prefetch.chain, self.pool, self.pool.find(prefetch.chain)
-        first, host_blocks = len(on_device), self.host.find(chain[len(on_device) :])
-        room = pool.available - len(self.engine.running)  # leave each running request one more block
+        room = max(0, pool.available - len(self.engine.running))  # leave each running request one more block
+        first, found = len(on_device), self.host.find(chain[len(on_device) :])[:room]
         needed = set().union(*(one.memo.chain for one in self.engine.waiting if one.memo))
-        # Hold the host blocks first: under write_back, making room on the device evicts host pages
-        self.host.share(host_blocks)
-        fits = pool.make_room(max(0, min(len(host_blocks), room)), needed)
-        self.host.release(host_blocks[fits:])
-        if fits:
-            pages, host_blocks = chain[first : first + fits], host_blocks[:fits]
+        # Under write_back, making room on the device evicts pages from host memory, but not these
+        self.host.share(found)
+        if fits := pool.make_room(len(found), needed):
+            pages, host_blocks = chain[first : first + fits], found[:fits]
             blocks = pool.allocate(fits, on_device[-1] if on_device else None, len(chain) - first)
             device, host = pool.memory.movedim(2, 0), self.host.memory.movedim(1, 0)  # [blocks, L, 2, ...]
             copy = self.load_link.copy(device, host, f"page {first}", links.BlockPairs(blocks, host_blocks))
             prefetch.load, then = copy, partial(self.loaded_ahead, prefetch, pages, blocks, copy)
-            self.hold("load", [copy], given=[(pool, blocks), (self.host, host_blocks)], then=then)
+            self.hold("load", [copy], (self.host, host_blocks), given=[(pool, blocks)], then=then)
+        self.host.release(found)
 
     def loaded_ahead(self, prefetch: Prefetch, pages: list, blocks: list[int], copy, arrived: bool):
         """Called when a copy of `load_ahead` has completed: register its pages, unless it has failed."""
@@ -714,6 +726,7 @@ class TieredCache(offload.HostCache):
         """Called when a request ends or is preempted: record its last pages, and end its prefetch."""
         self.record_pages(request)
         self.recorded.pop(request, None)
+        self.save_pending()  # its own pages may now make room in host memory for its later ones
         if self.storage:  # mark the chain as used, its head last, so that its tail is deleted first
             self.storage.use([page.digest for page in request.chain])
         if request.memo:
@@ -721,7 +734,8 @@ class TieredCache(offload.HostCache):
         request.memo = None
 
     def close(self):
-        """Wait until transfers have completed, for at most 5 s per pool.
+        """Wait until transfers have completed, for at most 5 s per pool. Then drop the writes that are left,
+        and count them.
 
         Under write_back, first evict all pages, so that dirty pages are written to storage."""
         self.poll()
@@ -729,6 +743,8 @@ class TieredCache(offload.HostCache):
             if self.write_policy == "write_back" and self.storage:
                 pool.evict(pool.cached)
             self.drain()
+        left = (node.pages for node in self.tree.nodes() if self.storage and node.wanted and not node.stored)
+        self.counts["writes_dropped"] += sum(map(len, left))
         self.close_each(super(), self.storage)
 
 

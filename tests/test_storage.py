@@ -12,10 +12,11 @@ from unittest.mock import Mock
 import pytest
 
 from common import store
-from common.link import TransferError, Worker
+from common.link import TransferError
 from common.requests import Request
 from shell import backends
 from shell.ranks import Ranks
+from shell.workers import Worker
 from tests.support.engines import ORACLE, ask, draw, evict, wait_until_idle
 from tests.support.redis_server import redis_server
 from tests.test_tiered import FILES, KEYS, Shelf, cache_on, engine_with, opened
@@ -96,7 +97,7 @@ def test_slow_storage_gets_each_block_or_the_block_is_counted(kind, host, tmp_pa
 
 
 def test_a_job_of_many_bytes_may_take_longer_before_it_counts_as_hanging(monkeypatch):
-    monkeypatch.setattr("common.link.HANG_SECONDS", 0.01)
+    monkeypatch.setattr("shell.workers.HANG_SECONDS", 0.01)
     for size, hangs in (0, True), (10**9, False):
         worker, begun, release = Worker("storage"), threading.Event(), threading.Event()
         worker.submit("read", size, lambda begun=begun, release=release: (begun.set(), release.wait()))

@@ -237,14 +237,14 @@ def test_what_a_crash_costs(write):
 
 
 @pytest.mark.parametrize("write", tiers.WRITE)
-@pytest.mark.parametrize("fault", ["none", "set", "one", "host"])
-def test_what_leaves_all_tiers_is_counted(write, fault, monkeypatch):
-    """Fourteen prompts on tiers that hold three.
+@pytest.mark.parametrize("fault, host", [("none", 30), ("none", 16), ("none", 4), ("set", 30), ("one", 30), ("host", 2)])
+def test_what_leaves_all_tiers_is_counted(write, fault, host, monkeypatch):
+    """Fourteen prompts on tiers that hold three, or less.
 
     A page that should be in storage at the end and is not was lost, and is counted."""
     monkeypatch.setattr("shell.workers.HANG_SECONDS", 60.0)  # long, since the machine may be busy
     shelf, rng = Shelf(), random.Random(0)
-    with engine_on(shelf, write=write, blocks=24, host=2 if fault == "host" else 30) as engine:
+    with engine_on(shelf, write=write, blocks=24, host=host) as engine:
         keep = shelf.set
         all_but_one = lambda keys, values: keep(keys[1:], values[1:]) or failing(keep)()  # noqa: E731
         shelf.set = dict(set=failing(keep), one=all_but_one).get(fault, keep)
@@ -257,7 +257,7 @@ def test_what_leaves_all_tiers_is_counted(write, fault, monkeypatch):
         assert len(shelf) >= 18 or fault == "host" or not wanted
         if write == "write_back" and fault == "none":
             assert {engine.counts[name] for name in ("dirty_evicted", "pages_written", "storage_pages_written")} == {wanted}
-            assert right(engine, prompts[0]).found == {"storage": 288}
+            assert host < 30 or right(engine, prompts[0]).found == {"storage": 288}
         keys = [[block_key.digest.hex() for block_key in engine.block_keys.extend([], prompt)] for prompt in prompts]
         gaps = [key for chain in keys for before, key in zip(chain, chain[1:])
                 if key in shelf.pages and before not in shelf.pages]  # fmt: skip
