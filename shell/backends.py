@@ -15,12 +15,11 @@ from itertools import compress
 from pathlib import Path
 from threading import Thread
 
-from common.link import SLOWEST
 from common.requests import BadRequest
 from common.store import Storage, StoredChunks
 from shell import warn_once
 from shell.frontend import number
-from shell.workers import Worker
+from shell.workers import SLOWEST, Worker
 
 OWN_FILE = re.compile(r"[0-9a-f]{64}\.page(\.[0-9a-f]{32}\.tmp)?")
 PAUSE = 60.0  # seconds before a full file system is cleaned up again, if that did not help
