@@ -93,6 +93,17 @@ def test_what_has_failed_is_copied_again_and_what_the_host_has_or_is_about_to_ha
     check_pools(engine)
 
 
+def test_a_save_that_failed_begins_again_at_the_next_step_of_its_request():
+    engine, _, save, _ = engine_for(save=False)
+    save.failing = True
+    engines.submit(engine, Request(PROMPT, 4), steps=1)
+    save.deliver()
+    save.failing = False
+    for _ in range(2):
+        engine.step()
+    assert save.labels == ["save 6"] * 2
+
+
 def test_a_conversation_that_goes_on_lies_behind_its_beginning_on_the_host():
     engine, cache, save, load = engine_for()
     first, other = ask(engine, PROMPT), ask(engine, draw(random.Random(2), 60))

@@ -73,7 +73,7 @@ def test_a_conversation_is_written_as_it_comes_and_goes_on_with_its_history(brow
         assert page.is_disabled("#ask") and page.input_value("#prompt") == ""
         client.engine.let()
         playwright.expect(page.locator(".turn.assistant")).to_contain_text("0 of")
-        first = client.engine.asked[-1].outcome
+        first = client.engine.asked[-1]
         say(page, "And why?")
         playwright.expect(page.locator(".turn.assistant").nth(1)).to_contain_text("TTFT")
         said = [dict(role="user", content="Hello"), dict(role="assistant", content=first.text),

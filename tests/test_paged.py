@@ -244,6 +244,7 @@ def test_blocks_that_an_answer_has_filled_go_after_what_was_used_before():
     ask(engine, draw(rng, 33), 1)
     newer = ask(engine, draw(rng, 17), 16)
     assert engine.pool.make_room(4) == 4 and len(engine.pool.find(newer.chain)) == 2
+    assert engine.pool.make_room(5) == 5 and len(engine.pool.find(newer.chain)) == 1, "the tail of a chain goes before its head"
 
 
 @pytest.mark.parametrize("shared, waits", [(3, False), (4, True)])
