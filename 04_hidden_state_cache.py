@@ -322,10 +322,11 @@ class HiddenCache(Cache):
 
     def match(self, request):
         if locations := self.store.find(self.missing(request)):
-            tokens = self.tokens_in(request, locations)
-            source = "disk" if self.store.stored(locations) else "cpu"
+            tokens, size = self.tokens_in(request, locations), self.pool.block_size
+            inside = request.computed % size if isinstance(locations[0], Stored) else 0  # computed already
+            disk = size * len(self.store.stored(locations)) - inside
             seconds = self.seconds(request.computed, request.computed + tokens, locations)
-            return Match(tokens, seconds, locations, {source: tokens}, rows=tokens)
+            return Match(tokens, seconds, locations, dict(cpu=tokens - disk, disk=disk), rows=tokens)
 
     def seconds(self, start: int, end: int, locations: list) -> float:
         """Estimate the seconds to restore tokens [start, end).

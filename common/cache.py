@@ -24,7 +24,8 @@ class Match:
     # Estimated time until all are restored, including the wait for transfers that are already queued
     seconds: float
     blocks: list  # where the tokens are (in 07 also a Prefetch); only the Cache itself reads this
-    found: dict | None = None  # source (a key of Request.found) -> tokens; default: all from "cpu"
+    # Tier (a key of Request.found) -> how many of the tokens it holds; default: all from "cpu"
+    found: dict | None = None
     rows: int = 0  # rows that `restore` projects or computes in each layer (04, 05); 0: it only copies
     # The part of each step (0 to 1) that this request would get if its tokens were computed instead of
     # restored (06)
@@ -32,7 +33,8 @@ class Match:
     trial: bool = False  # the estimate says recompute; load anyway, to measure the speed
 
     def __post_init__(self):
-        self.found = self.found or {"cpu": self.tokens}
+        found = self.found or {"cpu": self.tokens}
+        self.found = {tier: tokens for tier, tokens in found.items() if tokens > 0}
 
 
 class Cache:
