@@ -36,8 +36,9 @@ tokens of a layer in the same way, because half of the tokens take more than hal
 
 What a block contains depends on the plan, so a block that was written under one plan cannot be used under
 another. Therefore the plan is a part of each block's key in storage. The engine plans once, before the first
-request. A directory (`--disk`) remembers the plan of its blocks. The next start uses that plan again, unless
-`--plan` spells out another one in letters.
+request. If there is storage, the engine first measures how fast it reads. A directory (`--disk`) remembers
+the plan of its blocks. The next start uses that plan again, unless `--plan` spells out another one in
+letters.
 
 The paper has a closed form for a history without a question. C_H and C_token are the seconds to project and
 to recompute a layer. IO_H and IO_KV are the seconds to copy its hidden states and its K and V. Of L layers,
@@ -89,6 +90,7 @@ SHORTER = 512
 # For that shorter history, any other plan must be faster than chapter 03 by at least this many seconds,
 # because mixing has costs that `plan_seconds` leaves out
 MIX = 1e-3
+MEASURE_SECONDS = 5.0  # at most, for measuring a storage; one that hangs keeps its guess
 BETTER = 0.9  # a plan is nearly as fast as the best one if best time >= 0.9 * the plan's time
 
 # 1. The planner --------------------------------------------------------------------------------
@@ -222,13 +224,16 @@ class PlannedCache(hidden_states.HiddenCache):
     # Planning
 
     def choose_plan(self) -> str:
-        """Return the plan that `--plan` spells out in letters. If it gives no letters, return the plan whose
-        blocks storage holds, or the fastest of them if storage holds blocks of several plans. If storage
-        holds none, make a plan."""
+        """Return the plan that `--plan` spells out in letters. If it gives no letters, measure storage, and
+        return the plan whose blocks it holds, or the fastest of them if it holds blocks of several plans. If
+        it holds none, make a plan."""
         layers, tokens = len(self.model.layers), min(PLANNED, self.model.config.max_position_embeddings // 2)
         self.question = self.measure_question(tokens)
         if self.asked not in ("best", "paper"):
             return self.asked
+        for storage in self.storage.storages if self.storage else ():
+            size = self.pool.block_size * self.width * self.model.dtype.itemsize  # of a block in a layer
+            storage.measure(size, self.pool.num_blocks(tokens)).completed.wait(MEASURE_SECONDS)
         stored = 1.0 if self.storage else 0.0
         costs, shorter = (self.costs(0, end, stored) for end in (tokens, min(SHORTER, tokens)))
         if kept := [letters for letters in divisions(layers) if self.has_files(letters)]:

@@ -193,9 +193,14 @@ class BidirectionalCache(Cache):
             load, share = self.seconds_to_load(queued + end - start), 1.0
             if len({request, *self.engine.running}) > 1 and not self.leftover:
                 share = self.share or 1e-9  # with --share 0 prefill gets nothing
-            seconds, _ = time_to_meet(load, estimates.seconds_to_compute(start, end) / share)
-            gap = estimates.seconds_to_compute(start, max(start, run[0][0] * CHUNK)) / share
-            return Match(end - start, max(seconds, gap), run, {"storage": end - start}, share=share)
+            first = max(start, run[0][0] * CHUNK)  # the tokens before it must be computed
+            gap = estimates.seconds_to_compute(start, first)
+            if self.share or self.leftover:
+                seconds, _ = time_to_meet(load, estimates.seconds_to_compute(start, end) / share)
+                seconds = max(seconds, gap / share)
+            else:
+                seconds = self.seconds_to_load(queued + end - first) + gap  # prefill starts after loading
+            return Match(end - start, seconds, run, {"storage": end - start}, share=share)
 
     def longest_run(self, request) -> list[tuple]:
         """Return the longest run of adjacent chunks that storage has, as (number, Stored) pairs. Skip the

@@ -204,10 +204,6 @@ class SyncedCache(Cache):
         self.agreed: list[AgreedTransfer] = []  # transfers that may still be under way, oldest first
         self.until = WeakKeyDictionary()  # restoration or queued request -> this rank's deadline; 0: failed
 
-    def attach(self, engine):
-        engine.on_error = self.ranks.fail
-        super().attach(engine)
-
     def agree(self, fact):
         """Return True if `fact` holds on all ranks. Collective."""
         return self.ranks.all_true(fact)
@@ -347,6 +343,7 @@ class PageHeadCache(KVCache):
         if len(pages) * self.pool.block_size < self.threshold:
             return
         to_read = [one for one in pages if not (self.is_local(one) or one in self.reading)]
+        answer.read = set(to_read)
         to_read = to_read or pages[: count * self.late]  # nothing to read, and late: test storage
         most = max(0, self.host.size // 2 - len(self.reading))
         fits = self.host.make_room(min(len(to_read), most), request.chain)
@@ -370,6 +367,15 @@ class PageHeadCache(KVCache):
         waits = asking or not self.reading.isdisjoint(self.missing(request))
         self.late |= waits and request.wait_deadline <= 0
         return waits and not self.late
+
+    def match(self, request):
+        """Return a Match of the next pages in host memory. Pages that storage was asked to read for this
+        request count as found in storage."""
+        if match := super().match(request):
+            pages = self.missing(request)[: len(match.blocks)]
+            read = self.pool.block_size * len(getattr(request.memo, "read", set()).intersection(pages))
+            match = replace(match, found=dict(cpu=match.tokens - read, storage=min(match.tokens, read)))
+        return match
 
     def finished(self, request):
         super().finished(request)
@@ -524,6 +530,7 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
         cache = KVCache(ranks, on_host, bandwidth) if keep == "kv" else SyncedCache(ranks)
     lower_tier = Restorer(cache, Estimates(machine_of(model), arguments.always_restore))
     engine = paged.make_engine(model, options, lower_tier)
+    engine.on_error = ranks.fail
     return engine
 
 

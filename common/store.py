@@ -177,13 +177,17 @@ class Storage:
         """Whether writing hangs, or too many jobs wait for the writer."""
         return self.writer.hangs or self.writer.jobs.qsize() >= BACKLOG
 
-    def measure(self, size: int) -> Transfer:
-        """Measure the read bandwidth: write a value of `size` bytes that is used for nothing else, and read
-        it. Returns: the Transfer of the read."""
-        key, contents = hashlib.sha256(b"measure %d" % size).digest(), numpy.arange(size).astype(numpy.uint8)
-        self.reader.submit("measure", 0, self.track_errors, self.write, [key], [contents])
+    def measure(self, size: int, count: int = 1) -> Transfer:
+        """Measure the read bandwidth: write `count` values of `size` bytes that are used for nothing else,
+        and read them. If the back end has a method `uncache(keys)`, call it before the read, so that memory
+        does not answer for the disk. Returns: the Transfer of the read."""
+        keys = [hashlib.sha256(b"measure %d %d" % (size, number)).digest() for number in range(count)]
+        contents = [numpy.arange(size).astype(numpy.uint8)] * count
+        self.reader.submit("measure", 0, self.track_errors, self.write, keys, contents)
+        uncache = getattr(self.backend, "uncache", lambda keys: None)
+        self.reader.submit("measure", 0, uncache, [key.hex() for key in keys])
         self.reader.measured.samples.clear()
-        return self.get([key], [contents], "measure")
+        return self.get(keys, contents, "measure")
 
     @property
     def measured(self) -> Speed:

@@ -103,6 +103,13 @@ class Directory:
             None in values and self.files()  # other files may have been deleted too
         return values
 
+    def uncache(self, keys: list[str]):
+        """Make the kernel drop files from its page cache, so that the next read comes from the disk."""
+        for key in keys if hasattr(os, "posix_fadvise") else ():
+            with suppress(OSError), open(self.path(key), "rb") as file:
+                os.fsync(file.fileno())     # the kernel drops clean pages only
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
     def set(self, keys: list[str], values: list[bytes]):
         """Write every value that can be written, then raise the last OSError, if any."""
         failed = None

@@ -235,6 +235,20 @@ def test_what_is_computed_with_a_share_of_each_step_is_priced_at_that_share():
     engine.running.clear()
 
 
+def test_a_request_that_only_loads_is_priced_at_the_load_alone():
+    engine, cache, storage = engine_for(share=0.0)
+    engine.lower_tier.estimates.always, request = False, Request(PROMPT + [7], 1)
+    for ratio, loads in (1.8, False), (0.5, True):
+        slow_prefill(engine, storage, ratio)
+        match, alone = cache.match(request), engine.lower_tier.estimates.seconds_to_compute(0, 384)
+        assert match.seconds == pytest.approx(ratio * alone) and bool(engine.lower_tier.estimates.load_or_compute(request, match)) == loads
+    del storage.index[keys_of(cache)[0]]  # prefill computes this chunk after loading
+    gap = engine.lower_tier.estimates.seconds_to_compute(0, 64)
+    for request.computed in 0, 10:
+        computed = engine.lower_tier.estimates.seconds_to_compute(0, request.computed)
+        assert cache.match(request).seconds == pytest.approx(0.5 * alone * 5 / 6 + gap - computed)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_beside_others_prefill_takes_its_share_and_alone_all_also_when_storage_is_late(late):
     engine, cache, storage = engine_for(budget=100, share=0.25)

@@ -221,6 +221,19 @@ def test_blocks_survive_the_process_and_what_was_read_is_in_host_memory_then():
     check_pools(engine)
 
 
+@pytest.mark.parametrize("kind", [hidden_states.HiddenCache, engines.planned.PlannedCache])
+def test_each_tier_counts_its_own_tokens(kind):
+    engine = engines.make(cache := kind(256, 2e9, engines.chunk_files()), 64)
+    chain = ask_and_evict(engine, PROMPT, 1).chain
+    pool = cache.store.pool
+    pool.evict([pool.block_of[block_key] for block_key in chain[2:4]])
+    partly = asked(engine, PROMPT + [3])
+    partly.computed = 37  # inside a block that is in files
+    assert cache.match(partly).found == {"cpu": 80, "disk": 27}
+    request = ask(engine, PROMPT + [3])
+    assert request.found == {"cpu": 112, "disk": 32} and request.outcome.source == "mixed"
+
+
 def test_a_block_is_held_while_it_is_written():
     engine, written = engine_for(storage=engines.chunk_files())[0], []
     engine.lower_tier.cache.storage.write = lambda *_: written.append(Transfer("save", "chunk", 1)) or written[-1]

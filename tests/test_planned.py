@@ -169,6 +169,23 @@ def test_a_plan_that_has_files_is_taken_at_the_next_start_unless_another_is_name
         assert best_plan(3, costs) == "KKK", "at other costs another plan would be the best"
 
 
+def test_a_new_directory_is_measured_before_the_plan_is_made(monkeypatch):
+    storage, costs = chunk_files(), []
+    (inner,) = storage.storages
+
+    def get(keys, into, label=""):
+        inner.reader.measured.record(1e6, 1.0)  # as if the disk had 1 MB/s
+        read = Transfer("storage", label)
+        read.finish(0.0, 0.0)
+        return read
+
+    monkeypatch.setattr(inner, "get", get)
+    monkeypatch.setattr(planned, "best_plan", lambda layers, *both: costs.append(both) or "RHK")
+    engine, cache = engine_for("best", storage)
+    assert costs == [(cache.costs(0, 256, 1.0),) * 2] and costs[0][0].load_kv == 256 * 2 * 32 * 4 / 1e6
+    engine.close()
+
+
 def test_a_plan_does_not_depend_on_how_fast_the_machine_is_when_it_is_made():
     plans, model = set(), engines.tiny_model(2)
     for slower in 1.0, 5.0:

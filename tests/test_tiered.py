@@ -787,7 +787,7 @@ def test_ranks_wait_once_for_pages_that_do_not_come(verb):
         forget(engine)
         right(engine, prompt)
         forget(engine)
-        assert not cache.late and right(engine, prompt).found == {"cpu": 192}, "pages from storage were read into host memory"
+        assert not cache.late and right(engine, prompt).found == {"storage": 192}, "pages from storage were read into host memory"
 
 
 @pytest.mark.parametrize("kind", ["file", "redis", "own"])

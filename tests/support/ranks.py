@@ -93,7 +93,9 @@ def generated(ranks, arguments):
 
 def engine_of(ranks, arguments, backend=None):
     model = divided(ranks, arguments.kv_heads)
-    return engines.make(cache_of(arguments.keep, ranks, model, 64, backend), 64, model=model)
+    engine = engines.make(cache_of(arguments.keep, ranks, model, 64, backend), 64, model=model)
+    engine.on_error = ranks.fail
+    return engine
 
 
 def again(engine, prompt: list[int], *others: Request) -> Request:
@@ -228,7 +230,7 @@ def sharing(ranks, arguments):
         share = ranks.count // arguments.kv_heads  # ranks per KV head
         assert len(written) == (0 if ranks.rank % share else 16), written
     engine.evict("host")
-    assert again(engine, prompt).found == {"cpu": 256}, "all ranks find what some of them have written"
+    assert again(engine, prompt).found == {"storage": 256}, "all ranks find what some of them have written"
     engine.close()
 
 
@@ -240,7 +242,7 @@ def lacking(ranks, arguments):
     engine.evict("host")
     if ranks.rank == 1:
         del backend.pages[list(backend.pages)[9]]
-    assert again(engine, prompt).found == {"cpu": 144}
+    assert again(engine, prompt).found == {"storage": 144}
     assert [size for verb, size in backend.asked if verb == "get"] == [4, 4, 1], backend.asked
 
 
