@@ -36,14 +36,14 @@ from pathlib import Path
 from benchmarks import measure, tables
 from benchmarks.measure import draw, ratio, spread
 from benchmarks.planned import both_ends, engine_of, hidden_states, planned
-from benchmarks.tiered import ASKED, PAGE, forget, tiers
+from benchmarks.tiered import ASKED, PAGE, POLICIES, forget, kind_of
 from common.requests import BadRequest
 from common.store import Storage, StoredChunks
 from shell import backends, lesson, modelled_link
 
 SIZES, AT_ONCE, READ = {"1 MiB": 1 << 20, "64 KiB": 1 << 16}, 8, 32 << 20  # bytes; reads in flight; bytes of a sample
 LINK = 1e11  # bytes/s
-SYSTEMS = "04", "05", "06", *(f"07, {policy}" for policy in tiers.PREFETCH)
+SYSTEMS = "04", "05", "06", *(f"07, {policy}" for policy in POLICIES)
 IN_REDIS = "07, wait_complete", "07, both_ends"
 BOTH = "06", "07, both_ends"
 IN_MEMORY = "tmpfs", "ramfs"
@@ -167,7 +167,7 @@ def cache_of(system: str, blocks: int, storage: Storage):
     """Return the Cache of a system, "CHAPTER" or "07, POLICY", over a storage."""
     chapter, _, policy = system.partition(", ")
     if chapter == "07":
-        return tiers.cache_of(policy)(blocks, LINK, storage, policy, threshold=PAGE)
+        return kind_of(policy)(blocks, LINK, storage, policy, threshold=PAGE)
     if chapter == "06":
         return both_ends.BidirectionalCache(StoredChunks(storage), memory=1e9)
     return {"04": hidden_states.HiddenCache, "05": planned.PlannedCache}[chapter](blocks, LINK, StoredChunks(storage))

@@ -31,9 +31,11 @@ from benchmarks.measure import draw, ratio, spread, ttft
 from benchmarks.planned import engine_of
 from common import store
 from common.requests import Request
+from examples.both_ends import BothEndsCache
 from shell import backends, hardware, lesson, modelled_link
 
 tiers = importlib.import_module("07_tiered_storage")
+POLICIES = *tiers.PREFETCH, "both_ends"
 TALKS, TURNS, DOCUMENT, QUESTION, ANSWER, PAGE = 4, 2, 1024, 64, 4, 16  # conversations; tokens
 TIERS = "gpu", "cpu", "storage"
 ASKED = PAGE - 1  # tokens of a question that fills no page: no tier keeps it for the next policy
@@ -58,8 +60,12 @@ class Bench(ExitStack):
         """Return chapter 07's Cache with host memory for `on_host` tokens, over the default link and the
         shared files."""
         shared = store.Storage(backends.open_backend(f"file:{self.folder}/pages", {}), "files")
-        kind = tiers.cache_of(options.get("prefetch", "timeout"))
-        return kind(-(-on_host // PAGE), self.bandwidth, shared, **options)
+        return kind_of(options.get("prefetch", "timeout"))(-(-on_host // PAGE), self.bandwidth, shared, **options)
+
+
+def kind_of(policy: str) -> type:
+    """Return the Cache class of a prefetch policy."""
+    return BothEndsCache if policy == "both_ends" else tiers.TieredCache
 
 
 def slow_storage(engine, bandwidth: modelled_link.Bandwidth | None):
@@ -197,7 +203,7 @@ def policies(model, arguments, tokens: int = 1024):
 
 def policy_cell(bench: Bench, once, rounds: int) -> dict:
     """Measure all policies in turn. Returns: the row. Raises AssertionError if they answer differently."""
-    ways = ("computed", *tiers.PREFETCH)
+    ways = ("computed", *POLICIES)
     taken = measure.same_question_in_turn({way: partial(once, way) for way in ways}, rounds, partial(bench.draw, ASKED))
     measure.check_alike(bench.model, {way: [request.new for request in each] for way, each in taken.items()})
     times = {way: ttft(requests) for way, requests in taken.items()}
@@ -323,7 +329,7 @@ def report(found: list[dict]) -> str:
         tables.table(
             "**One history of 1,024 tokens, only in slow storage.** TTFT, and the share of the prompt that came from storage:", {
                 "model, reading / computing": "{model}, {r:g}, {guard}", "as measured": "{measured_r:.2f}",
-                **{way: f"{{ttft_ms[{way}]:ms}}, {{from_storage[{way}]:%}}" for way in ("computed", *tiers.PREFETCH)},
+                **{way: f"{{ttft_ms[{way}]:ms}}, {{from_storage[{way}]:%}}" for way in ("computed", *POLICIES)},
             }, policies),
         tables.table("**The same history in storage as fast as the link**: reading and loading overlap, and the question follows:", {
             "model, policy": "{model}, {policy}", "reading, as long as loading": "{alone_ms:.0f} ms", "TTFT": "{ttft_ms:ms}",
