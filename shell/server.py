@@ -216,7 +216,7 @@ def listen(host: str, port: int) -> ThreadedWSGIServer:
         reason = str(error).partition(" (while")[0]
         raise OSError(f"Cannot listen on {host}:{port} ({reason}); choose other --host and --port.") from None
     listener.replying = set()                   # the connections that have a request and no whole reply
-    threading.Thread(target=listener.serve_forever, args=[0.05], daemon=True).start()
+    threading.Thread(target=listener.serve_forever, args=[0.1], daemon=True).start()
     return listener
 
 
