@@ -157,8 +157,8 @@ class Cache:
         `request.chain` has the keys of all full blocks of its tokens."""
 
     def waits(self, request: Request) -> bool:
-        """Return True to keep the request queued, while its tokens are prefetched (07), or while its own lane,
-        "ask ID", holds transfers. Called at admission, before the request gets blocks."""
+        """Return True to keep the request queued: while its tokens are prefetched (07), or while its own lane,
+        "ask ID", has transfers. Called at admission, before the request gets blocks."""
         return bool(self.in_flight.get(f"ask {request.id}"))
 
     def save_layer(self, layer: int, hidden: torch.Tensor, batch: "Batch"):  # noqa: F821

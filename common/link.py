@@ -30,7 +30,7 @@ import torch
 NUM_SAMPLES = 8     # the latest samples of a speed
 # A job that runs for more than HANG_SECONDS, and a second more for each SLOWEST bytes, is taken to hang. No
 # request may wait for its lane
-HANG_SECONDS, SLOWEST = 1.0, 1e6
+HANG_SECONDS, SLOWEST = 1.0, 2e6
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}     # bytes -> dtype
 
 # 1. Transfers -----------------------------------------------------------------------------------------------
