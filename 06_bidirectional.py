@@ -354,7 +354,7 @@ class BidirectionalCache(Cache):
         request.timeline.add("save", transfer.label, *transfer.span())
         written = self.storage.write(chain[-1].digest, [self.arrays[block]]) if arrived else None
         if written is None:
-            self.counts["writes_dropped"] += arrived
+            self.counts["writes_dropped"] += self.storage.find(chain[-1].digest) is None
             return self.saving.discard(chain[-1])
         self.storage.use([block_key.digest for block_key in chain])
         then = lambda arrived: self.saving.discard(chain[-1])  # noqa: E731

@@ -387,17 +387,15 @@ class PageHeadCache(KVCache):
         self.unwritten += block_keys if arrived else []
 
     def poll(self):
-        """Write queued pages. At most a quarter of the host blocks may be held by such writes. The other
-        pages stay queued until host memory evicts them."""
+        """Write queued pages that host memory still has. At most a quarter of the host blocks may be held by
+        such writes; the other pages stay queued."""
         super().poll()
-        queued, self.unwritten = self.unwritten, []
-        for block_key in queued:
-            host_blocks = self.host.find([block_key])
-            if host_blocks and len(self.in_flight["written"]) >= max(1, self.host.size // 4):
-                self.unwritten.append(block_key)
-                continue
-            self.counts["writes_dropped"] += not host_blocks
-            keys, values = self.keys([block_key] * len(host_blocks)), self.memory(host_blocks)
+        there = [block_key for block_key in self.unwritten if block_key in self.host.block_of]
+        self.counts["writes_dropped"] += len(self.unwritten) - len(there)
+        self.unwritten = there
+        while there and len(self.in_flight["written"]) < max(1, self.host.size // 4):
+            host_blocks = self.host.find(there[:1])
+            keys, values = self.keys([there.pop(0)]), self.memory(host_blocks)
             # If another rank writes these objects, this rank stops doubting them. The agreed hits stay right,
             # because the other rank doubts them until it has written them
             if not self.writes:
@@ -408,8 +406,7 @@ class PageHeadCache(KVCache):
     def close(self):
         self.drain()
         self.close_each(super(), self.storage)
-        late = [write for (write,), *_ in self.in_flight["written"] if not write.own.ready]
-        self.counts["writes_dropped"] += len(self.unwritten) + len(late)
+        self.counts["writes_dropped"] += len(self.unwritten) + len(self.in_flight["written"])
 
 
 # 4. The demo -----------------------------------------------------------------------------------

@@ -171,8 +171,8 @@ class RedisBackend:
 
     Each value expires `keep_days` after its last use. The values of a chain expire one after the other, the
     last one first. So a server whose policy is `volatile-ttl` evicts the least recently used chains, and the
-    tail of a chain before its head. Policies that evict the least recently used evict random parts of a
-    chain, because their clock has a resolution of 1 s.
+    tail of a chain before its head. The LRU policies evict random parts of a chain, because their clock has a
+    resolution of 1 s.
 
     `timeout`: seconds for connecting, and for each answer (see LimitedSocket)."""
 
@@ -182,7 +182,7 @@ class RedisBackend:
         self.client = redis.Redis.from_url(url, retry=retry, socket_timeout=timeout)
         pool = self.client.connection_pool
         pool.connection_class = type("Limited", (LimitedConnection, pool.connection_class), {})
-        self.now, self.life = 0, int(864e5 * keep_days)     # ms: latest time of use; from there to the end
+        self.now, self.life = 0, int(864e5 * keep_days)     # ms: latest use, and from there to expiry
         self.full = redis.exceptions.OutOfMemoryError
 
     def exists(self, keys: list[str]) -> list[bool]:
@@ -200,8 +200,7 @@ class RedisBackend:
             if keys:
                 self.client.mset({"kv:" + key: value for key, value in zip(keys, values, strict=True)})
         except self.full:
-            words = "Redis is full and evicts nothing; set its maxmemory-policy to volatile-ttl."
-            warn_once(words, file=sys.stderr)
+            warn_once("Redis is full; set its maxmemory-policy to volatile-ttl.", file=sys.stderr)
             raise
         self.exists(keys)       # so that they expire
 

@@ -112,8 +112,7 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
         finally:
             engine.close()
             if dropped := engine.counts["writes_dropped"]:
-                words = "writes to storage were dropped, because it was too slow, was full or has failed."
-                print(dropped, words, file=sys.stderr)
+                print(f"Storage was slow, full or broken: {dropped} writes were dropped.", file=sys.stderr)
         report, timelines = texts.result_json(result), [result.timeline]
 
     # 4. The files of --json and --trace

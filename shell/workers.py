@@ -14,7 +14,7 @@ from common.link import INTEGERS, BlockPairs, Lane, Transfer, TransferError, pai
 
 # A job that runs longer than HANG_SECONDS, plus a second for each SLOWEST bytes, is taken to hang, and no
 # request may wait for its lane
-HANG_SECONDS, SLOWEST = 1.0, 1e6
+HANG_SECONDS, SLOWEST = 1.0, 2e6
 
 
 class Worker(Lane):

@@ -81,7 +81,7 @@ def test_the_end_prints_how_many_writes_were_dropped(monkeypatch, capsys):
     for dropped in 0, 3:
         monkeypatch.setattr(Engine, "close", lambda engine, count=dropped: engine.counts.update(writes_dropped=count))
         _, said = run_here(monkeypatch, capsys, *TINY, "--prompt", "Hello")
-        assert ("3 writes to storage were dropped" in said) == bool(dropped)
+        assert ("3 writes were dropped" in said) == bool(dropped)
 
 
 def test_help_can_be_shown(monkeypatch, capsys):
