@@ -18,8 +18,8 @@ request is admitted are loaded layer by layer (chapter 03).
 
 The prefetch policy says how long a request waits for storage.
 
-    best_effort      not at all: it uses the pages that arrive while there is no room for it in memory, or in
-                     a step, because other prompts fill it. If there is room at once, no page has arrived
+    best_effort      not at all: it is queued only while memory or the next step is full with other requests.
+                     It uses the pages that have arrived by then, and none if it is admitted at once
     timeout          a fixed number of seconds, and more for each 1,024 missing tokens
     wait_complete    until all pages have arrived
 
@@ -440,7 +440,8 @@ class TieredCache(offload.HostCache):
             dirty += [page for page in self.to_write(node) if not self.has_block(page)]
         if self.write_policy == "write_back":
             self.counts["dirty_evicted"] += len(dirty)
-            self.saving.update(on_their_way := dict.fromkeys(dirty))  # what follows them is not after a gap
+            # Their followers may be evicted from host memory meanwhile, and are not after a gap
+            self.saving.update(on_their_way := dict.fromkeys(dirty))
             # The first requests in the queue, which may be the cause of this eviction, need their host pages
             needed = set().union(*(one.chain for one in islice(self.engine.waiting, RETRY_REQUESTS)))
             room = partial(self.host.make_room, keep=needed.union(() if self.storage else dirty))
@@ -601,10 +602,10 @@ class TieredCache(offload.HostCache):
         """Return True to keep the request queued while its pages are prefetched.
 
         The request waits while storage may deliver missing pages and the policy's time is not over. Under
-        best_effort it waits only while other requests' tokens fill the next step. Once storage has answered,
-        it waits only if the engine decides that loading pays. When it no longer waits
-        for storage, the prefetch ends. A copy of `load_ahead` that is in flight must still complete before
-        the request is admitted with the pages that have arrived."""
+        best_effort it waits only while the tokens of running requests fill the next step. Once storage has
+        answered, it waits only if the engine decides that loading pays. When it no longer waits for storage,
+        the prefetch ends. A copy of `load_ahead` that is in flight must still complete before the request is
+        admitted with the pages that have arrived."""
         prefetch, silent = request.memo, self.storage and self.storage.silent
         if not prefetch:
             return False
@@ -651,8 +652,7 @@ class TieredCache(offload.HostCache):
         room = max(0, pool.available - len(self.engine.running))  # leave each running request one more block
         first, found = len(on_device), self.host.find(chain[len(on_device) :])[:room]
         needed = set().union(*(one.memo.chain for one in self.engine.waiting if one.memo))
-        # Under write_back, making room on the device evicts pages from host memory, but not these
-        self.host.share(found)
+        self.host.share(found)  # under write_back, making room on the device evicts pages from host memory
         if fits := pool.make_room(len(found), needed):
             pages, host_blocks = chain[first : first + fits], found[:fits]
             blocks = pool.allocate(fits, on_device[-1] if on_device else None, len(chain) - first)

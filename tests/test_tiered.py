@@ -321,6 +321,21 @@ def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counte
         shelf.open.set()
 
 
+@pytest.mark.parametrize("fault", ["hangs", "fails"])
+def test_pages_that_storage_does_not_take_are_forgotten_and_their_writes_counted(fault, monkeypatch):
+    monkeypatch.setattr("common.link.HANG_SECONDS", 0.05)
+    shelf, rng, keys = Shelf(), random.Random(0), []
+    with engine_on(shelf, blocks=8, host=8) as engine:
+        shelf.open.clear()
+        keep, shelf.set = shelf.set, lambda *given: 1 / 0 if fault == "fails" else shelf.open.wait(60) and keep(*given)
+        for _ in range(40):
+            right(engine, draw(rng, 100), 1)
+            keys.append(len(engine.block_keys.known))
+        shelf.open.set()
+    assert max(keys) <= 120, "the keys of pages that no tier holds are forgotten"
+    assert len(shelf) + engine.counters()["writes_dropped"] == 240
+
+
 def test_an_eviction_waits_as_long_as_its_copy_takes_and_one_that_fails_or_is_late_is_lost_and_never_found(monkeypatch):
     monkeypatch.setattr("shell.workers.HANG_SECONDS", 0.25)
     rng = random.Random(0)
@@ -383,6 +398,23 @@ def test_best_effort_waits_for_nothing():
     with only_stored(prefetch="best_effort") as (engine, shelf, prompt):
         shelf.open.clear()
         assert right(engine, prompt).found == {}
+
+
+@pytest.mark.parametrize("other, found", [(200, {"storage": 192}), (20, {})])
+def test_best_effort_uses_the_pages_that_arrive_while_another_prompt_fills_the_steps(other, found):
+    with only_stored(prefetch="best_effort") as (engine, shelf, prompt):
+        forward, lanes = engine.runner.forward, engine.lower_tier.cache.in_flight
+
+        def forward_slowly(*given):
+            """Compute a step while storage answers, or reads pages."""
+            for transfers, *_ in [*lanes["ask"], *lanes["read"]]:
+                assert all(transfer.completed.wait(60) for transfer in transfers)
+            return forward(*given)
+
+        engine.token_budget, engine.runner.forward = 32, forward_slowly
+        asked = Request(draw(random.Random(1), other), 4), Request(prompt, 4)
+        engine.generate(asked)
+        assert [request.found for request in asked] == [{}, found] and ORACLE.judge(asked[1]) != "wrong"
 
 
 @pytest.mark.parametrize("then", ["", "lost", "timeout"])
