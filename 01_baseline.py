@@ -201,7 +201,7 @@ def demo(model, frontend: Frontend, arguments):
     print("TTFT: time to first token. TBT: mean time between later tokens.\n"
           "turn  prompt  history  recomputed      TTFT       TBT")
     rows, history = [], 0
-    for number, result in enumerate((request.outcome for request in requests), 1):
+    for number, result in enumerate(requests, 1):
         prompt = result.usage["prompt_tokens"]
         rows.append(dict(turn=number, prompt_tokens=prompt, history_tokens=history, ttft_ms=result.ttft_ms))
         tbt = f"  {result.tbt_ms:5.2f} ms" if result.tbt_ms else ""

@@ -374,7 +374,8 @@ class PageHeadCache(KVCache):
         if match := super().match(request):
             pages = self.missing(request)[: len(match.blocks)]
             read = self.pool.block_size * len(getattr(request.memo, "read", set()).intersection(pages))
-            match = replace(match, found=dict(cpu=match.tokens - read, storage=min(match.tokens, read)))
+            found = dict(cpu=match.tokens - read, storage=min(match.tokens, read))
+            match.found = {tier: tokens for tier, tokens in found.items() if tokens > 0}
         return match
 
     def finished(self, request):

@@ -39,6 +39,7 @@ from common.requests import ClientDisconnected, Request
 from common.store import StoredChunks
 from shell import checkpoint, lesson, modelled_link
 from shell.machine import flops
+from shell.workers import Worker
 
 CHUNK = both_ends.CHUNK
 RATIOS, FEW, SHARES, SHARED = [4, 2, 1, 0.5, 0.25], [2, 1, 0.5], [0.9, 0.5, 0.1], [4]  # SHARED: the r that is measured with all shares
@@ -88,7 +89,7 @@ class Bench:
         self.cache = Cache(self.storage, bits=bits, memory=1e9)
         blocks = -(-(tokens + 2 * QUESTION) // 16) + 256  # and room for prompts of other requests, 8 steps of them
         self.engine = engine_of(model, blocks, self.cache, always=True)
-        self.silent.open(self.engine.wake.set)
+        self.silent.open(partial(Worker, wake=self.engine.wake.set), self.engine)
         self.once("compute")  # compute the history and save it
         lesson.wait_until_idle(self.engine)
         self.cache.save = lambda batch: None

@@ -303,6 +303,7 @@ def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch, error):
 
 
 MEASURE = """
+import shell.settings
 import json, sys, torch
 from pathlib import Path
 from shell import checkpoint

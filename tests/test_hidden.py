@@ -231,7 +231,7 @@ def test_each_tier_counts_its_own_tokens(kind):
     partly.computed = 37  # inside a block that is in files
     assert cache.match(partly).found == {"cpu": 80, "disk": 27}
     request = ask(engine, PROMPT + [3])
-    assert request.found == {"cpu": 112, "disk": 32} and request.outcome.source == "mixed"
+    assert request.found == {"cpu": 112, "disk": 32} and request.source == "mixed"
 
 
 def test_a_block_is_held_while_it_is_written():
