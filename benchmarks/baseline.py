@@ -39,7 +39,7 @@ def ask_ours(engine, prompt: list[int], new: int) -> tuple[float, float, list[in
     """Ask one of our engines with an empty cache. Returns: TTFT in ms, TBT in ms, and the new tokens."""
     if engine.pools:
         engine.evict("device")
-    result = engine.generate([Request(prompt, new)])[0].outcome
+    result = engine.generate([Request(prompt, new)])[0]
     return result.ttft_ms, result.tbt_ms, result.tokens
 
 
