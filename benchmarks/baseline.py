@@ -40,7 +40,7 @@ def ask_ours(engine, prompt: list[int], new: int) -> tuple[float, float, list[in
     if engine.pools:
         engine.evict("device")
     result = engine.generate([Request(prompt, new)])[0]
-    return result.ttft_ms, result.tbt_ms, result.tokens
+    return result.ttft_ms, result.tbt_ms, result.new
 
 
 def lone(model, arguments):

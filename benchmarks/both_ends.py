@@ -56,7 +56,7 @@ class Cache(both_ends.BidirectionalCache):
     def restore(self, request, restoration, match):
         if self.take:
             return (yield from super().restore(request, restoration, match))
-        restoration.layers, restoration.limit = len(self.model.layers), restoration.end
+        request.next = request.computed  # prefill computes everything
         (block,) = self.staging.allocate(1)
         into = [self.arrays[block]]
         reads = [self.storage.read([found], into, label=f"chunk {number}")[0] for number, found in match.blocks]
