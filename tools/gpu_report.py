@@ -113,7 +113,7 @@ def allowed(engine, way: str, tokens: int) -> float:
     question, compute = (estimates.seconds_to_compute(*span) for span in ((tokens, tokens + QUESTION), (0, tokens)))
     if way[:2] == "06":
         return cake.time_to_meet(layers * kv / STORAGE, compute)[0] + question
-    project = estimates.computing.seconds(tokens * estimates.machine.projecting)
+    project = tokens * estimates.machine.projecting / estimates.computing.value
     costs = planned.LayerCosts(compute / layers, project, states / speed, kv / speed, question / layers)
     plans = {"02": "R" * layers, "04": "R" + "H" * (layers - 1), "05": planned.best_plan(layers, costs)}
     return planned.plan_seconds(plans.get(way[:2], "K" * layers), costs)
