@@ -32,9 +32,15 @@ use the minimum over ranks:
 
 A restoration has a deadline, and so has a queued request that waits for storage. Once the ranks have agreed
 that a deadline has passed, they do not use data that arrives later. The last row is for a forward pass that
-waits for a restoration (`AgreedTransfer.queue_wait`). Rank 0 receives the users' requests and sends them to
-the other ranks with the agreement of a step (shell/ranks.py). A docstring says "Collective" if all ranks must
-call the function, in the same order.
+waits for a restoration (`AgreedTransfer.queue_wait`).
+
+An exception on one rank, for example because its memory is full, needs no minimum. No step can complete
+without every rank. So the rank that fails leaves its collectives, those of the other ranks fail, and all
+ranks drop the step. They end their requests and continue with new engines, because blocks and queues may
+differ after an exception (`Ranks.fail`, `BroadcastEngine.restart`).
+
+Rank 0 receives the users' requests and sends them to the other ranks with the agreement of a step
+(shell/ranks.py). A docstring says "Collective" if all ranks must call the function, in the same order.
 
 With `--storage` K and V are also written to storage: one object for each page and KV head. Any number of
 ranks can read what another number of ranks has written. All ranks read as many pages as the rank with the

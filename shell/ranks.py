@@ -47,7 +47,8 @@ class Ranks:
         self.rank, self.count, self.agreements, self.connections = rank, count, 0, 0
         if count > 1:
             try:
-                self.first, *_ = next(dist.rendezvous("env://", rank, count, timeout=TIMEOUT))
+                self.notes, *_ = next(dist.rendezvous("env://", rank, count, timeout=TIMEOUT))
+                dist.init_process_group(None, None, TIMEOUT, count, rank, self.notes)
                 self.connect()
             except RuntimeError as error:
                 why = str(error).splitlines()[0]
@@ -57,10 +58,7 @@ class Ranks:
         """Collective: connect to the other ranks, at the start and again after a failure. Communicate by gloo
         in host memory, and by NCCL between GPUs."""
         self.connections += 1
-        self.store = dist.PrefixStore(str(self.connections), self.first)    # its keys are new
-        hook = sys.excepthook       # PyTorch replaces it with one that loses what `exit_process` prints
-        dist.init_process_group(None, None, TIMEOUT, self.count, self.rank, self.store)
-        sys.excepthook = hook
+        self.group = dist.new_group(timeout=TIMEOUT)
 
     def fail(self, error: Exception):
         """Make all ranks leave this step, since their state may differ after an exception. A single rank
@@ -69,17 +67,19 @@ class Ranks:
         Raises RankFailed on this rank now, and on the others in a collective that this rank does not
         join."""
         if self.count > 1:
-            self.store.set("failed", f"Rank {self.rank} failed ({in_words(error)})")
+            self.notes.set(f"failure {self.connections}", f"Rank {self.rank} failed ({in_words(error)})")
             raise RankFailed(self.failure())
 
     def failure(self) -> str:
-        """-> which rank has failed, and why; empty if none has."""
-        return self.store.get("failed").decode() if self.store.check(["failed"]) else ""
+        """-> which rank has failed since `connect`, and why; empty if none has."""
+        key = f"failure {self.connections}"
+        return self.notes.get(key).decode() if self.notes.check([key]) else ""
 
     def reconnect(self):
         """Collective: disconnect after a failure, so that no rank waits for another, and connect again."""
-        gc.collect()    # a collective that has failed keeps its connections open
-        dist.destroy_process_group()
+        dist.destroy_process_group(self.group)
+        self.group = None
+        gc.collect()    # a connection closes when nothing refers to it
         self.connect()
 
     def all_min(self, numbers: list[int]) -> list[int]:
@@ -121,7 +121,7 @@ class Ranks:
         another rank has ended or hangs, end, too."""
         if self.count > 1:
             try:
-                collective(*arguments)
+                collective(*arguments, group=self.group)
             except RuntimeError:
                 with suppress(RuntimeError):    # rank 0, which has the store, may have ended
                     if words := self.failure():
