@@ -193,7 +193,7 @@ class BlockStore:
             piece.filling.lost |= not arrived
             if piece.block_key and not piece.filling.lost:
                 self.pool.register(piece.block, piece.block_key)
-        for request in dict.fromkeys(piece.filling.request for piece in pieces if piece.block_key):  # in order
+        for request in dict.fromkeys(piece.filling.request for piece in pieces if piece.block_key):
             self.pool.use(request.chain)
             self.store_chain(request)
 
