@@ -367,6 +367,16 @@ def test_what_is_matched_does_not_go_for_its_own_requests_blocks():
         assert engine.counts["pages_lost"] > 0
 
 
+@pytest.mark.parametrize("blocks, host, tokens", [(12, 4, 100), (16, 6, 140), (20, 8, 180)])
+def test_room_on_the_device_is_not_made_of_the_host_pages_that_are_about_to_be_loaded(blocks, host, tokens):
+    shelf, rng = Shelf(), random.Random(1)
+    with engine_on(shelf) as engine:
+        saved(engine, prompt := draw(rng, tokens))
+    with engine_on(shelf, "wait_complete", "write_back", blocks=blocks, host=host, threshold=16) as engine:
+        right(engine, draw(rng, 16 * blocks - 20))  # its dirty pages fill the device, and need room in host memory
+        assert right(engine, prompt).found["storage"] >= 64
+
+
 def test_a_match_ends_at_a_gap_in_host_memory_though_the_device_has_that_page():
     with engine_on(Shelf(), "best_effort", threshold=512) as engine:
         saved(engine, prompt := draw(random.Random(0), 100))
