@@ -26,7 +26,7 @@ from tqdm import tqdm
 from common.llama import Llama, LlamaConfig
 from shell import limits, random_models
 from shell.config import ModelError, read_config
-from shell.families import layer_of
+from shell.families import FamilyConfig, layer_of
 from shell.linear import speed_up
 from shell.pieces import Pieces
 
@@ -96,7 +96,7 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, sharding):
         if not configs[0]:
             raise ModelError(f"{name} has no config.json. {WHOLE}")
         config, tokenizer = read_config(configs[0]), read_tokenizer(folder)
-        digest = hashlib.sha256(repr(config).encode())
+        digest = hashlib.sha256(described(config).encode())
     dtype, place = pick_dtype(dtype, device, configs[0]), "cpu" if on_host else device
     model = allocate(config, dtype, place, name, sharding)
     places = weights(model)
@@ -117,6 +117,13 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, sharding):
     named = [tokenizer.eos_token_id, *(config.get("eos_token_id") for config in configs)]
     ends = sum((ids if isinstance(ids, list) else [ids] for ids in named), [])
     return model, tokenizer, frozenset(token for token in ends if isinstance(token, int))
+
+
+def described(config: LlamaConfig) -> str:
+    """Return a config in words. They are a part of the keys of stored blocks, so they must not change."""
+    fields = dict(vars(FamilyConfig(**vars(config))))
+    fields["tie_word_embeddings"] = fields.pop("tie_word_embeddings")   # it comes last
+    return f"LlamaConfig({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
 def pick_device(device: str) -> str:
