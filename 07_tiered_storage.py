@@ -407,6 +407,9 @@ class TieredCache(offload.HostCache):
             host_blocks = [host_block_of[page] for page in to_write]
             contents = [self.array[at].copy() if leaving else self.array[at] for at in host_blocks]
             write = self.storage.set([page.digest for page in to_write], contents)
+            # The pages before these were written earlier, but must be deleted later
+            for last in set(to_write).difference(page.parent for page in to_write):
+                self.storage.use([page.digest for page in (*before([last]), last)])
             held = [] if leaving else [(self.host, host_blocks)]
             self.hold("write", [write], *held, then=partial(self.on_written, to_write, write))
 

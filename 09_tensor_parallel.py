@@ -306,7 +306,7 @@ class PageHeadCache(KVCache):
         super().__init__(ranks, blocks, bandwidth)
         self.storage, self.heads, self.writes = storage, heads, writes
         self.reading: set = set()  # keys of pages that are being read from storage
-        self.unwritten: list = []  # keys of pages in host memory that wait to be written, oldest first
+        self.unwritten: dict = {}  # page in host memory that waits to be written -> its request, oldest first
         self.late = False  # True after a request has waited too long for storage, until a read completes
 
     def attach(self, engine):
@@ -391,24 +391,28 @@ class PageHeadCache(KVCache):
     def on_saved(self, request, transfer, block_keys, arrived: bool):
         """Queue the pages that have arrived in host memory for storage."""
         super().on_saved(request, transfer, block_keys, arrived)
-        self.unwritten += block_keys if arrived else []
+        self.unwritten |= dict.fromkeys(block_keys if arrived else (), request)
 
     def poll(self):
         """Write queued pages that host memory still has. At most a quarter of the host blocks may be held by
         such writes; the other pages stay queued."""
         super().poll()
-        there = [block_key for block_key in self.unwritten if block_key in self.host.block_of]
+        there = {one: request for one, request in self.unwritten.items() if one in self.host.block_of}
         self.counts["writes_dropped"] += len(self.unwritten) - len(there)
-        self.unwritten = there
+        self.unwritten, served = there, set()
         while there and len(self.in_flight["written"]) < max(1, self.host.size // 4):
-            host_blocks = self.host.find(there[:1])
-            keys, values = self.keys([there.pop(0)]), self.memory(host_blocks)
+            block_key = next(iter(there))
+            served.add(there.pop(block_key))
+            host_blocks = self.host.find([block_key])
+            keys, values = self.keys([block_key]), self.memory(host_blocks)
             # If another rank writes these objects, this rank stops doubting them. The agreed hits stay right,
             # because the other rank doubts them until it has written them
             if not self.writes:
                 self.storage.doubted.difference_update(keys)
                 keys = values = []
             self.hold("written", [self.storage.set(keys, values)], (self.host, host_blocks))
+        for request in served:  # its earlier pages were written earlier, but must be deleted later
+            self.storage.use(self.keys(request.chain))
 
     def close(self):
         self.drain()

@@ -3,9 +3,9 @@
     python -m benchmarks.redis_policies
 
 Forty conversations have five turns each; recent ones are more likely to go on. Each turn looks up the pages of its
-prompt, writes those that are missing, and marks all as used, as chapter 07 does. A page is found if the server has
-it and all pages before it. The last turn of a conversation has 56 pages; a turn's own 8 pages (24 in the first one)
-are never found, so at most 72 % could be."""
+prompt, writes the missing ones, and marks all as used, as chapter 07 does. A page is found if the server has it and
+all pages before it. A conversation grows from 24 to 56 pages. The pages that a turn adds cannot be found in that
+turn, so at most 72 % could be found."""
 
 import hashlib
 import random
@@ -61,7 +61,7 @@ def found(backend: RedisBackend, policy: str, seed: int) -> float:
 
 
 def main():
-    print("| `maxmemory-policy` | values never expire | values expire along their chain |\n|---|---|---|")
+    print("| `maxmemory-policy` | values never expire (earlier versions) | values expire one after the other |\n|---|---|---|")
     with redis_server() as url:
         for policy in POLICIES:
             shares = [[found(kind(url), policy, seed) for seed in range(5)] for kind in (WithoutExpiry, RedisBackend)]

@@ -1,4 +1,4 @@
-"""Storage that several engines share, that is slow, or that forgets: what is found again, and what is counted."""
+"""Storage that several engines share, that is slow, or that evicts: what is found again, and what is counted."""
 
 import importlib
 import os
@@ -17,7 +17,7 @@ from common.requests import Request
 from shell import backends
 from shell.ranks import Ranks
 from shell.workers import Worker
-from tests.support.engines import ORACLE, ask, draw, evict, wait_until_idle
+from tests.support.engines import ORACLE, ask, draw, evict, tiered, wait_until_idle
 from tests.support.redis_server import redis_server
 from tests.test_tiered import FILES, KEYS, Shelf, cache_on, engine_with, opened
 
@@ -66,9 +66,12 @@ def test_a_file_that_is_written_during_a_scan_stays_in_the_index(tmp_path, monke
 
 def cache_of(kind: str, folder, host: int):
     """Return a Cache with `host` host blocks and files as its lower tier. Kind "ranked" is chapter 09's."""
-    if kind != "ranked":
-        return cache_on(kind, folder, 1.0, host)
-    cache = ranked.PageHeadCache(Ranks(), host, 2e9, store.Storage(backends.Directory(f"{folder}")), range(2))
+    return ranked_cache(host, backends.open_storage(f"file:{folder}")) if kind == "ranked" else cache_on(kind, folder, 1.0, host)
+
+
+def ranked_cache(host: int, storage: store.Storage):
+    """Return chapter 09's Cache of one rank."""
+    cache = ranked.PageHeadCache(Ranks(), host, 2e9, storage, range(2))
     cache.threshold = 1
     return cache
 
@@ -140,6 +143,20 @@ def test_redis_evicts_the_tail_of_a_chain_before_its_head():
             assert all(backend.exists(chain))
         left = backend.exists(one)
         assert 20 < sum(left) < 80 and left.index(False) > 0.9 * sum(left), "what is left of a chain is its beginning"
+
+
+@pytest.mark.parametrize("kind", ["tiered", "ranked"])
+def test_the_values_of_a_chain_expire_one_after_the_other_the_last_one_first(kind):
+    with redis_server() as url:
+        storage = backends.open_storage(url)
+        cache = ranked_cache(40, storage) if kind == "ranked" else tiered(40, "timeout", "write_through", storage.backend)
+        with engine_with(cache) as engine:
+            chain = ask(engine, draw(random.Random(0), 300), 4).chain
+            wait_until_idle(engine)
+            cache.storage.set([], []).wait()  # the writer has also marked the chain as used
+            keys = cache.keys(chain) if kind == "ranked" else [page.digest for page in chain]
+            times = [storage.backend.client.execute_command("PEXPIRETIME", f"kv:{key.hex()}") for key in keys]
+    assert len(times) >= 18 and times == sorted(set(times), reverse=True)
 
 
 @contextmanager
