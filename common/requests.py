@@ -1,7 +1,7 @@
 """Requests, and the queue that every engine is built on.
 
 A client submits a Request to an engine and reads the request's `pieces`: pieces of text while the answer is
-written, then the Request itself, which now holds the result, or an exception. Only the engine calls the
+written, then END or an exception. The Request itself then holds the result. Only the engine calls the
 request's `push` and `finish`."""
 import logging
 import math
@@ -18,6 +18,8 @@ import torch
 
 from common import sampling
 from common.timeline import Timeline
+
+END = object()                     # the last of a request's pieces
 
 # 1. Errors --------------------------------------------------------------------------------------------------
 
@@ -188,9 +190,9 @@ class Request:
             self.pieces.put(piece)
 
     def finish(self, error: Exception | None = None):
-        """Set the outcome, and put the request or `error` into `pieces`. Called once, by the engine."""
+        """Set the outcome, and put END or `error` into `pieces`. Called once, by the engine."""
         self.outcome = error or self.finish_reason
-        self.pieces.put(error or self)
+        self.pieces.put(error or END)
 
 
 # 3. The queue of an engine ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from functools import partial
 from flask import Flask, Response, request
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
-from common.requests import BadRequest, ClientDisconnected, Request, RequestError, Unavailable
+from common.requests import END, BadRequest, ClientDisconnected, Request, RequestError, Unavailable
 from shell import exit_process, guards, handle_signals, openai, page, to_json
 from shell.frontend import PROMPT, SAMPLING, check_fields
 from shell.texts import result_json
@@ -123,9 +123,9 @@ class Server:
         try:
             yield
             piece = None
-            while not isinstance(piece, Request):
+            while piece is not END:
                 piece = self.take(asked.pieces, gone, SILENCE_SECONDS)
-                yield piece
+                yield asked if piece is END else piece
         finally:
             self.open.remove(asked)
             if asked.outcome is None:

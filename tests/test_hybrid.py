@@ -290,7 +290,7 @@ def test_a_step_whose_copy_fails_is_run_again(monkeypatch, label, after):
 
 
 def test_generated_traffic():
-    counts = traffic.run("hybrid", 60, seed=15, share=0.002)
+    counts = traffic.run("hybrid", 60, seed=20, share=0.002)
     assert all(counts[name] for name in ("hits", "preemptions", "cancelled")), counts
     assert counts["wrong"] == 0 and counts["failed"] == 0, counts
     assert counts["given_up"] <= counts["requests"] / 20, counts

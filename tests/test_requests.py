@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerFast
 
 from common import sampling
-from common.requests import BadRequest, Request, Unavailable
+from common.requests import END, BadRequest, Request, Unavailable
 from shell import checkpoint, openai
 from shell.cli import answer, summary
 from shell.frontend import PROMPT, SAMPLING, Frontend, Writer, check_fields, check_messages
@@ -220,7 +220,7 @@ def test_a_request_ends_with_its_last_token_an_end_token_or_a_stop_string(fronte
         assert (len(request.new), request.text, request.finish_reason, request.outcome) == (count, text, reason, reason)
         assert request.tokens == [5, 6] + request.new and len(request.times) == count
         *pieces, last = [request.pieces.get_nowait() for _ in range(request.pieces.qsize())]
-        assert "".join(pieces) == text and last is request and all(pieces)
+        assert "".join(pieces) == text and last is END and all(pieces)
 
 
 @pytest.mark.parametrize("found,source", [({}, "miss"), (dict(gpu=0), "miss"), (dict(gpu=16), "gpu_hit"),

@@ -323,7 +323,7 @@ def test_where_storage_hangs_what_is_evicted_from_host_memory_is_lost_and_counte
 
 @pytest.mark.parametrize("fault", ["hangs", "fails"])
 def test_pages_that_storage_does_not_take_are_forgotten_and_their_writes_counted(fault, monkeypatch):
-    monkeypatch.setattr("common.link.HANG_SECONDS", 0.05)
+    monkeypatch.setattr("shell.workers.HANG_SECONDS", 0.05)
     shelf, rng, keys = Shelf(), random.Random(0), []
     with engine_on(shelf, blocks=8, host=8) as engine:
         shelf.open.clear()
