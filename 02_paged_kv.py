@@ -162,9 +162,8 @@ class BlockPool:
 
     def use(self, chain: list[BlockKey]):
         """Mark the blocks of a chain as the most recently used. Of these, the last one is evicted first."""
-        for block_key in reversed(chain):
-            if block_key in self.block_of:
-                self.block_of.move_to_end(block_key)
+        for block_key in filter(self.block_of.__contains__, reversed(chain)):
+            self.block_of.move_to_end(block_key)
 
     def evict(self, blocks: list[int]):
         """Make cached blocks free: remove them from the index, call `on_evict`, and then mark them as free.
@@ -499,8 +498,9 @@ class Engine(RequestQueue):
         except Exception as error:
             self.on_error(error)
             logging.getLogger("kv").error("a step failed", exc_info=error)
-            words = f"A step failed ({in_words(error)}); ask again."
-            return [self.finish(request, Unavailable(words)) for request, _ in self.work]
+            for request, _ in self.work:
+                self.finish(request, Unavailable(f"A step failed ({in_words(error)}); ask again."))
+            return
         finally:
             self.work = []
         if -1 not in tokens:

@@ -443,7 +443,7 @@ class TieredCache(offload.HostCache):
             dirty += [page for page in self.to_write(node) if not self.has_block(page)]
         if self.write_policy == "write_back":
             self.counts["dirty_evicted"] += len(dirty)
-            # Their followers may be evicted from host memory meanwhile, and are not after a gap
+            # Pages after these may be evicted from host memory meanwhile, and must not count as after a gap
             self.saving.update(on_their_way := dict.fromkeys(dirty))
             # The first requests in the queue, which may be the cause of this eviction, need their host pages
             needed = set().union(*(one.chain for one in islice(self.engine.waiting, RETRY_REQUESTS)))

@@ -54,7 +54,7 @@ class Restoration:
     completed: list[Transfer] = field(default_factory=list)  # transfers that it awaited earlier
 
     computes = False  # whether the next step may compute missing tokens, so that no step waits for copies
-    keeps_part = False  # whether what has arrived stays in the request's blocks if the rest fails
+    keeps_part = False  # whether the first tokens that have arrived stay in use if the rest fails
 
     @property
     def restored(self) -> int:
@@ -88,7 +88,9 @@ class Cache:
 
         Returns: a Match of tokens that follow `request.computed` (which may lie inside a block), or None. All
         tokens that `restore` would load must be available now: their copies or writes into this tier must
-        have completed."""
+        have completed. They need no reference yet, because no pool evicts between this call and the first
+        `yield` of `restore`. A Cache that makes room in a pool itself must first reference the blocks that it
+        has found: to make room on the device, it may evict blocks of a lower tier."""
 
     def restore(self, request: Request, restoration: Restoration, match: Match):
         """Bring tokens [restoration.start, restoration.end) into the blocks of `request.table`.

@@ -7,15 +7,17 @@ pages from the front, while storage reads them from the back, the last page firs
     python -m examples.both_ends --storage file:pages      # the server, on http://127.0.0.1:5000
 """
 
+if __name__ == "__main__":
+    import shell.start  # noqa: F401  (before PyTorch: its settings, and signals)
+
 import argparse
 import importlib
 import random
 import tempfile
 from itertools import takewhile
 
-import shell.cli as cli
 from common.cache import Cache
-from shell import charts, lesson
+from shell import charts, cli, lesson
 
 both_ends, tiers = importlib.import_module("06_bidirectional"), importlib.import_module("07_tiered_storage")
 
@@ -37,7 +39,7 @@ class BothEndsCache(tiers.TieredCache):
         return not (request.memo and request.memo.answered) and super().waits(request)
 
     def offer(self, request):
-        """Return a Match of what follows the computed tokens, up to the last page that storage holds.
+        """Return a Match of the tokens after the computed ones, up to the last page that storage holds.
 
         Its seconds assume that the engine computes from the front at the same time."""
         match = super().offer(request)

@@ -1,4 +1,4 @@
-"""The page of all chapters: its routes, and what they say about requests, pools and storage.
+"""The page of all chapters: its routes, and its descriptions of requests, pools and storage.
 
 HTTP threads run these functions, also during a step. They copy lists before they use them, and a reply may
 mix the state before a step with the state after it."""

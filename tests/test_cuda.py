@@ -68,8 +68,8 @@ def oracle():
     return {cache: engines.Oracle(tiny_model(0, 4 if cache == "hybrid" else 2)) for cache in TESTED}
 
 
-def make(cache: str, blocks: int = 40, size: int = 16, **options):
-    return traffic.on_gpu(cache if cache == "hybrid" else TESTED[cache](blocks), blocks, size, **options)
+def make(cache: str, blocks: int = 40, size: int = 16, tier=None, **options):
+    return traffic.on_gpu(cache if cache == "hybrid" else TESTED[cache](tier or blocks), blocks, size, **options)
 
 
 # 1. The link -----------------------------------------------------------------------------------

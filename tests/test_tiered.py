@@ -433,7 +433,7 @@ def test_pages_go_on_to_the_device_while_storage_reads_later_ones(policy, then):
     with only_stored(400, policy, timeout=(30.0, 16.0)) as (engine, shelf, prompt):
         get, shelf.asked = shelf.get, []
         shelf.get = lambda keys: (shelf.asked and shelf.open.clear(), get(keys))[1]  # only the first read ends
-        engine.max_running = 0 if policy == "best_effort" else 64  # so that it stands in line
+        engine.max_running = 0 if policy == "best_effort" else 64  # so that it stays queued
         engine.submit(request := Request(prompt, 4))
         assert steps(engine, lambda: len(engine.pool.block_of) == 4) and not request.table
         assert engine.lower_tier.cache.reading and engine.counts["swap_ins"] == 4
@@ -1106,8 +1106,8 @@ def test_traffic_on_storages_that_fail_come_and_go(policies):
     """The policies change, too."""
     rng, shelves, stored = random.Random(0), [Shelf(), Shelf()], []
 
-    def make_one(name, blocks, size, **options):
-        engine = make(tiered(blocks, policies[0], "write_through", shelves[0]), blocks, size, **options)
+    def make_one(name, blocks, size, tier, **options):
+        engine = make(tiered(tier, policies[0], "write_through", shelves[0]), blocks, size, **options)
         engine.step = partial(change_and_step, engine.lower_tier.cache, engine.step)
         return engine
 
@@ -1122,7 +1122,7 @@ def test_traffic_on_storages_that_fail_come_and_go(policies):
 
     for shelf in shelves:
         shelf.set = failing(lambda *given, keep=shelf.set: (time.sleep(0.005), keep(*given)))
-    counts = traffic.run("", 60, seed=3, make=make_one)
+    counts = traffic.run("", 60, seed=5, make=make_one, answer=12)
     assert counts["wrong"] == counts["failed"] == 0 and counts["restored"] > 5, counts
     assert len(stored) >= 50 and sum(stored) > 100
 

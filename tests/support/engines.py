@@ -22,6 +22,7 @@ from shell.backends import in_directories, open_backend
 from shell.families import FamilyConfig, layer_of
 from shell.linear import speed_up
 from shell.machine import machine_of
+from shell.modelled_link import Bandwidth
 from shell.pieces import Pieces
 
 CHAPTERS = (
@@ -59,20 +60,23 @@ def chunk_files(folder: Path | None = None) -> StoredChunks:
     return in_directories([folder or Path(tempfile.mkdtemp(dir=FOLDERS.name))], 0.1)
 
 
-def tiered(blocks: int, prefetch: str, write: str, backend=None, **options):
+def tiered(blocks: int, prefetch: str, write: str, backend=None, bandwidth=None, **options):
     """Return chapter 07's Cache, with storage in `backend` or in a new folder.
 
-    `prefetch`, `write`: names of policies; with `prefetch` "none" there is no storage."""
+    `prefetch`, `write`: names of policies; with `prefetch` "none" there is no storage. `bandwidth`: of modelled storage,
+    in bytes/s."""
     if backend is None:
         backend = open_backend(f"file:{tempfile.mkdtemp(dir=FOLDERS.name)}")
     kind = three_tiers.BothEndsCache if prefetch == "both_ends" else tiers.TieredCache
-    options, storage = {"threshold": 32, **options}, Storage(backend) if prefetch != "none" else None
-    return kind(blocks, BANDWIDTH, storage, prefetch, write, **options)
+    storage = Storage(backend, bandwidth=bandwidth and Bandwidth(bandwidth)) if prefetch != "none" else None
+    return kind(blocks, BANDWIDTH, storage, prefetch, write, **{"threshold": 32, **options})
 
 
-# Chapter 07's Caches for generated traffic: each write policy, with each prefetch policy and without storage
+# More of chapter 07's Caches, for generated traffic: each write policy, with each prefetch policy and without storage.
+# A read takes so long that its pages go on to the device while storage reads later ones.
 POLICIES = {
-    f"tiered, {write}, {prefetch}": functools.partial(tiered, prefetch=prefetch, write=write)
+    f"tiered, both ends, {write}" if prefetch == "both_ends" else f"tiered, {write}, {prefetch}":
+    functools.partial(tiered, prefetch=prefetch, write=write, bandwidth=BANDWIDTH / 100)
     for write in tiers.WRITE for prefetch in (*tiers.PREFETCH, "both_ends", "none")
 }  # fmt: skip
 
@@ -133,7 +137,8 @@ def hybrid_runner(blocks: int, size: int = 16, plan=None, model=None, rows: int 
 def make(cache="none", blocks=64, block_size=16, model=None, always_restore=True, runner=None, tier=None, **options):
     """Return an engine. `cache`: a name in CACHES, POLICIES or RUNNERS, or a Cache.
 
-    `tier`: blocks to which the tiers below the device are sized, if `cache` is a name; default: `blocks`. By default every match is restored, so that no measured time decides what a test sees."""
+    `tier`: the lower tiers of a named Cache get the size that they have with so many device blocks; default: `blocks`.
+    By default every match is restored, so that no measured time decides the result of a test."""
     model = model or tiny_model()
     if cache in RUNNERS:
         cache, runner = None, RUNNERS[cache](blocks, block_size)
@@ -159,12 +164,6 @@ def ask(engine, prompt: list[int], new: int = 6, **options) -> Request:
 def answer(model, prompt: list[int], new: int, chunk: int = baseline.PREFILL, **sampling) -> Request:
     """Answer one prompt with chapter 01's engine, and return its request."""
     return baseline.Engine(model, chunk=chunk).generate([Request(prompt, new, **sampling)])[0]
-
-
-def believe_slow(link):
-    """Make an engine believe that a link is slow, and prevent copies that would measure it again."""
-    link.measured.record(1.0, 1.0)
-    link.measured_from = 0
 
 
 def submit(engine, *requests: Request, steps: int = 0):

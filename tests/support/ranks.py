@@ -80,8 +80,8 @@ def generated(ranks, arguments):
     whole = engines.tiny_model(kv_heads=arguments.kv_heads)
     model, rng = divided(ranks, arguments.kv_heads), random.Random(ranks.rank)
 
-    def make(cache, blocks, size, **options):
-        own = cache_of(cache, ranks, model, blocks, Losing(rng, 0.02))
+    def make(cache, blocks, size, tier, **options):
+        own = cache_of(cache, ranks, model, tier, Losing(rng, 0.02))
         return engines.make(own, blocks, size, model=model, **options)
 
     asked = arguments.keep, arguments.requests, arguments.seed

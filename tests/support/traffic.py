@@ -1,6 +1,8 @@
-"""Run generated traffic on many small engines: shared documents, evictions, cancels, preemptions, salts, faulty copies.
+"""Run generated traffic on many small engines: shared documents, conversations that go on, evictions, cancels,
+preemptions, salts, faulty copies, and lower tiers that are smaller or larger than the device.
 
     python -m tests.support.traffic --requests 100000 --seed 0 --cache host
+    python -m tests.support.traffic --requests 1000 --cache "tiered, write_back"     # with each prefetch policy in turn
 
 Every answer is compared with chapter 01's. The program prints counts; its exit code is 1 if an answer was wrong.
 """
@@ -9,7 +11,7 @@ import argparse
 import random
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 
 import torch
 
@@ -32,38 +34,37 @@ def prompts_of(rng: random.Random, longest: int, documents: int = 4) -> list[lis
 
 
 def variants(cache: str) -> list[str]:
-    """Return the names of a Cache and of its variants: `tiered` has one for each policy, `tiered, write_back` fewer."""
-    return [cache, *(name for name in engines.POLICIES if name.startswith(f"{cache}, "))]
+    """Return the names in POLICIES that begin with this name and with no longer name in CACHES; or only this name."""
+    return [name for name in engines.POLICIES if max(filter(name.startswith, engines.CACHES), key=len) == cache] or [cache]
 
 
 def run(cache, requests: int, seed: int, share=0.05, make=engines.make, rank=0, model=None,
         until_wrong=False, longest=300, answer=24):
     """Send at least `requests` requests to engines with this Cache, one engine after the other.
 
-    The tiers below the device have a few blocks, as many as the device, or more.
-
-    `cache`: a name for `make`; or a list of names, of which each engine gets the next. `seed`: the same seed gives the same requests. `rank`: each rank gets the same requests, but other failing copies.
-    `share`: of copies that fail, and of copies that are late. `model`: the one whose answers
-    are right. `until_wrong`: stop after an engine that gave a wrong answer. `longest`, `answer`: the most tokens of a
-    document and of an answer.
+    `cache`: what `make` gets; if it is a list, each engine gets the next. `seed`: the same seed gives the same requests.
+    `share`: of copies that fail, and of copies that are late; in some of the engines there are none. `rank`: each rank gets
+    the same requests, but other failing copies. `model`: the one whose answers are right. `until_wrong`: stop after an
+    engine that gave a wrong answer. `longest`, `answer`: the most tokens of a document and of an answer.
 
     Returns: counts of events."""
-    names = [cache] if isinstance(cache, str) else cache
-    model = engines.tiny_model(0, 4) if names[0] in engines.RUNNERS else model
+    caches = cache if isinstance(cache, list) else [cache]
+    model = engines.tiny_model(0, 4) if caches[0] in engines.RUNNERS else model
     oracle, counts, rng, number = engines.Oracle(model), Counter(), random.Random(seed), 0
     while counts["requests"] < requests and not (until_wrong and counts["wrong"] + counts["failed"]):
         if number % 4 == 0:
             prompts, oracle.known = prompts_of(rng, longest), {}
-        name, number = names[number % len(names)], number + 1
+        cache, number = caches[number % len(caches)], number + 1
         size, most = rng.choice((4, 8, 16, 16)), max(len(prompt) for prompt in prompts) + 24
-        blocks = -(-most // size) + rng.randrange(1, 20)
+        blocks = -(-most // size) + rng.randrange(1, rng.choice((3, 20)))
+        tier = (4, 2 * blocks, 8, rng.randrange(16, 65), 1)[number % 5]  # a few blocks, up to more than the device has
+        faulted, talks = rng.choice((0, share)), deque()
         options = dict(token_budget=rng.choice((16, 64, 512)), max_running=rng.randrange(2, 9))
-        tier = rng.choice((1, 4, 8, 16, 64, 2 * blocks))
-        engine = make(name, blocks, size, tier=tier, **options)
+        engine = make(cache, blocks, size, tier=tier, **options)
         faults = random.Random(rng.random() + rank)
-        with faulty(faults, failing=share, late=share, noisy=4, delay=rng.choice((0.002, 0.02))):
-            for _ in range(2 if until_wrong else 4):
-                burst(engine, rng, prompts, oracle, counts, answer)
+        with faulty(faults, failing=faulted, late=faulted, noisy=4, delay=rng.choice((0.002, 0.02))):
+            for _ in range(2 if until_wrong else min(12, requests // 10 + 1)):
+                burst(engine, rng, prompts, talks, oracle, counts, answer)
         engines.check_pools(engine)
         if engine.model.device.type == "cpu":
             counts["wrong"] += len(engines.wrong_rows(engine))
@@ -73,16 +74,19 @@ def run(cache, requests: int, seed: int, share=0.05, make=engines.make, rank=0, 
     return counts
 
 
-def burst(engine, rng: random.Random, prompts: list, oracle: engines.Oracle, counts: Counter, answer: int):
+def burst(engine, rng: random.Random, prompts: list, talks: deque, oracle: engines.Oracle, counts: Counter, answer: int):
     """Submit some requests at once, and cancel some of them while they are queued or running.
 
-    Add to `counts` what happened to them."""
-    if rng.random() < 0.25:
+    Most of them continue the oldest of `talks`, which are finished requests. Add to `counts` what happened to them."""
+    if rng.random() < 0.1:
         engine.evict("device")  # even while blocks are being saved
-    asked = []
-    for _ in range(rng.randrange(1, rng.choice((4, 14)))):
-        options = dict(cache_salt=rng.choice(SALTS))
-        request = Request(list(rng.choice(prompts)), rng.randrange(1, answer), options=options)
+    asked, most = [], min(engine.capacity, engines.CONTEXT) - answer
+    for _ in range(rng.randrange(1, rng.choice((3, 3, 14)))):
+        prompt, options = rng.choice(prompts), dict(cache_salt=rng.choice(SALTS))
+        talk = talks.popleft() if talks and rng.random() < 0.7 else None
+        if talk and len(talk.tokens) + 24 < most:
+            prompt, options = talk.tokens + engines.draw(rng, rng.randrange(1, 24)), talk.options
+        request = Request(prompt, rng.randrange(1, answer), options=options)
         request.steps_to_live = rng.randrange(0, 12) if rng.random() < 0.1 else None
         asked.append(request)
         engine.submit(request)
@@ -103,6 +107,7 @@ def burst(engine, rng: random.Random, prompts: list, oracle: engines.Oracle, cou
             in_steps = isinstance(request.outcome, Unavailable) and engine.pool.memory is None
             counts["given_up" if in_steps else "failed"] += 1  # given up: a step failed three times in a row
             continue
+        talks.append(request)
         counts["tokens"] += len(request.new)
         counts["hits"] += bool(request.found)
         counts["restored"] += any(tier != "gpu" for tier in request.found)
