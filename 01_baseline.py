@@ -53,7 +53,7 @@ def generate(model, request: Request, chunk: int = PREFILL, kv_cache: bool = Tru
     logits = yield from prefill(model, cache, request, chunk, clock)  # [V]
     while True:
         # 3. Sample the next token
-        request.push(request.sample(logits))
+        request.push(request.sample(logits), logits)
         yield
         if request.finish_reason:
             return
@@ -110,6 +110,7 @@ class KVCache:
         shape = config.num_hidden_layers, config.num_key_value_heads, capacity, config.head_dim
         self.k = torch.empty(shape, dtype=model.dtype, device=model.device)  # [L, KVH, capacity, hd]
         self.v = torch.empty_like(self.k)  # [L, KVH, capacity, hd]
+        self.same_bits = model.same_bits
 
     def layers(self, start: int, count: int):
         """Yield one `attend(q, k, v)` per layer, for `count` tokens at positions start, start + 1, ...
@@ -117,7 +118,7 @@ class KVCache:
         `attend` writes k, v [T, KVH, hd] to the cache, and returns attention over all tokens so far,
         [T, H, hd]."""
         end = start + count
-        mask = causal_mask(count, end, self.k.device, self.k.dtype)  # [T, S]
+        mask = causal_mask(count, end, self.k.device, self.k.dtype, self.same_bits)  # [T, S]
         for cached_k, cached_v in zip(self.k, self.v):  # [KVH, capacity, hd] each
 
             def attend(q, k, v, cached_k=cached_k, cached_v=cached_v):

@@ -41,7 +41,7 @@ from itertools import takewhile
 
 import torch
 
-from common.llama import attention, causal_mask, upload
+from common.llama import KEYS, attention, causal_mask, upload
 from common.prefixes import BlockKey, BlockKeys
 from common.requests import Interrupted, Request, RequestQueue, Unavailable, in_words
 from common.sampling import draw, likeliest
@@ -189,9 +189,10 @@ class Batch:
     a context are adjacent, it is read in place, without a copy. Slots that were never written must not be
     read: they may hold NaN, and 0 * NaN is NaN."""
 
-    def __init__(self, pool: BlockPool, work: list[tuple[Request, int]]):
-        """`work`: (request, tokens) pairs: how many of its next tokens each request computes."""
-        self.pool, device = pool, pool.memory.device
+    def __init__(self, pool: BlockPool, work: list[tuple[Request, int]], same_bits: bool = False):
+        """`work`: (request, tokens) pairs: how many of its next tokens each request computes. `same_bits`: of
+        the model."""
+        self.pool, self.same_bits, device = pool, same_bits, pool.memory.device
         self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].next))  # requests of one token first
         most = PAD_LIMIT[device.type] * len(pool.memory) * pool.block_size // pool.block_bytes  # tokens
         short = sum(count == 1 and request.next < most for request, count in self.work)
@@ -205,9 +206,10 @@ class Batch:
             if count == request.pending:
                 last.append(len(positions) - 1)
         tables = [request.table[: pool.num_blocks(request.next + count)] for request, count in self.work]
-        longest = max(map(len, tables[:num_padded]), default=0)
+        keys = self.work[num_padded - 1][0].next + 1 if num_padded else 0
+        self.padded = keys + -keys % (KEYS if same_bits else 1)  # tokens of each padded read
         for table in tables[:num_padded]:
-            table += table[:1] * (longest - len(table))
+            table += table[:1] * (pool.num_blocks(self.padded) - len(table))
         lists = [tokens, positions, slots, last, *tables]  # upload once: each upload to a GPU takes 10 us
         flat = list(itertools.chain.from_iterable(lists))
         numbers = upload(flat, device).split_with_sizes([*map(len, lists)])
@@ -228,7 +230,7 @@ class Batch:
             first, end = table[0] * pool.block_size, request.next + count
             adjacent = table == list(range(table[0], table[0] + len(table)))
             slots = slice(first, first + end) if adjacent else pool.slots(there)[:end]  # a slice, or [S]
-            mask = causal_mask(count, end, there.device, pool.memory.dtype)  # [T, S]
+            mask = causal_mask(count, end, there.device, pool.memory.dtype, self.same_bits)  # [T, S]
             reads.append((slice(row, row + count), slots, mask))
             row += count
         return reads
@@ -238,7 +240,7 @@ class Batch:
 
         `tables` [B, blocks]. Returns: slots [B, S] and mask [B, 1, 1, S]. Padding points at a slot that was
         written, because a masked NaN would still make the sum NaN."""
-        slots = self.pool.slots(tables)[:, : self.work[len(tables) - 1][0].next + 1]  # [B, S]
+        slots = self.pool.slots(tables)[:, : self.padded]  # [B, S]
         is_future = torch.arange(slots.shape[1], device=slots.device) > self.positions[: len(tables), None]
         mask = torch.zeros_like(is_future, dtype=self.pool.memory.dtype).masked_fill_(is_future, -math.inf)
         return slots.where(mask == 0, slots[:, :1]), mask[:, None, None]
@@ -288,7 +290,7 @@ class Runner:
 
         `before_layer(index, hidden, batch)` is called before each layer. Returns: the Batch, and logits
         [R, V]. There is one row for each request of `batch.work` whose last pending token is in this step."""
-        batch = Batch(self.pool, work)
+        batch = Batch(self.pool, work, self.model.same_bits)
         hidden = self.compute(batch, len(self.model.layers), before_layer)
         return batch, self.model.logits(hidden[batch.last_rows])  # [R, V]
 
@@ -516,7 +518,7 @@ class Engine(RequestQueue):
         complete."""
         if request.temperature and token >= 0:
             token = draw(logits, request.temperature, request.top_k, request.top_p, request.generator)
-        request.push(token)
+        request.push(token, logits)
         if request.finish_reason:
             self.finish(request)
 

@@ -61,6 +61,7 @@ from common.requests import Interrupted, Request
 from common.timeline import Clock, Timeline
 from shell import charts, checkpoint, cli, hardware, lesson, modelled_link
 from shell.frontend import Frontend
+from shell.linear import speed_up
 
 paged = importlib.import_module("02_paged_kv")
 KV_HOST, ACT_HOST, KV_DEVICE, ACT_DEVICE = KINDS = range(4)  # the odd ones are ACT
@@ -272,7 +273,9 @@ class Weights:
     def new_layer(model: Llama) -> Layer:
         """Allocate a layer on the device."""
         kind = type(model.layers[0])
-        return kind(model.config, dtype=model.dtype, device=model.device).requires_grad_(False)
+        layer = kind(model.config, dtype=model.dtype, device=model.device).requires_grad_(False)
+        speed_up(layer, copies=False, same_bits=model.same_bits)  # the products of the model's own layers
+        return layer
 
     def fetch_next(self, after: int):
         """Prepare to fetch the first streamed layer after layer `after`. At the start and after a failure,
@@ -410,26 +413,25 @@ def by_kind(kinds, slots, rows, positions, device, new=False):
 
 class MiniBatch:
     """Some of a step's requests, which are computed together. Each request has a range of rows in the
-    attention buffer: its context, ordered by kind, then its new tokens. (RoPE has put each key's position
-    into the key already, so attention may read the keys in any order.)"""
+    attention buffer, in the order of its tokens. (Attention adds in the order of keys, so another order would
+    give other bits.)"""
 
     def __init__(self, items: list[Item], kind_map: KindMap, model: Llama):
         self.items, self.device, self.rows_used = items, model.device, 0
         tokens, context, new = [], [], []
         for request, start, end in items:
             positions = torch.arange(end)
-            kinds, slots = kind_map.slots(request.table, positions)
-            order = kinds[:start].argsort(stable=True)
             rows = self.rows_used + positions  # rows of the attention buffer
-            context.append(torch.stack((kinds[order], slots[order], rows[:start], order)))
-            new.append(torch.stack((kinds, slots, rows, positions))[:, start:])
+            where = torch.stack((*kind_map.slots(request.table, positions), rows, positions))  # [4, end]
+            context.append(where[:, :start])
+            new.append(where[:, start:])
             tokens += request.tokens[start:end]
             self.rows_used += end
         self.context = [*by_kind(*torch.cat(context, 1), self.device)]
         kinds, slots, rows, positions = torch.cat(new, 1)  # [T] each
         self.new = [*by_kind(kinds, slots, torch.arange(len(tokens)), positions, self.device, new=True)]
         self.rows = upload(rows, self.device)
-        self.hidden = model.embed(upload(tokens, self.device))  # [T, D]
+        self.same_bits, self.hidden = model.same_bits, model.embed(upload(tokens, self.device))  # [T, D]
         self.rotation = model.rotary(upload(positions, self.device))
 
     def attend(self, kv, q, new_kv):
@@ -438,7 +440,7 @@ class MiniBatch:
         kv.index_copy_(0, self.rows, new_kv)
         out, at, row = [], 0, 0
         for _, start, end in self.items:
-            count, mask = end - start, causal_mask(end - start, end, self.device, q.dtype)
+            count, mask = end - start, causal_mask(end - start, end, self.device, q.dtype, self.same_bits)
             keys, values = kv[row : row + end].unbind(1)  # [S, KVH, hd] each
             out.append(attention(q[at : at + count], keys, values, mask))
             at, row = at + count, row + end
@@ -821,9 +823,9 @@ def add_arguments(parser):
     hardware.add_link(parser)
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto"):
+def load(name: str, dtype: str = "auto", device: str = "auto", same_bits: bool = False):
     """Load a model as `checkpoint.load` does, but leave the weights of its layers in host memory."""
-    loaded = checkpoint.load(name, dtype, device, on_host=True)
+    loaded = checkpoint.load(name, dtype, device, on_host=True, same_bits=same_bits)
     layers_on_host(loaded[0], checkpoint.pick_device(device))
     return loaded
 

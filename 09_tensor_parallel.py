@@ -542,12 +542,13 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     return engine
 
 
-def load(ranks: Ranks, name: str, dtype: str, device: str):
+def load(ranks: Ranks, name: str, dtype: str, device: str, same_bits: bool = False):
     """Load this rank's part of a model, as `checkpoint.load` does. Collective. Raises ModelError."""
     n, gpus = ranks.count, torch.cuda.device_count()
     if checkpoint.pick_device(device) == "cuda" and gpus < n:
         raise checkpoint.ModelError(f"{n} ranks need as many GPUs, but there are {gpus}; add --device cpu.")
-    loaded = checkpoint.load(name, dtype, device, sharding=Sharding(ranks))
+    ranks.same_bits = same_bits
+    loaded = checkpoint.load(name, dtype, device, sharding=Sharding(ranks), same_bits=same_bits)
     ranks.barrier()
     return loaded
 
@@ -556,13 +557,14 @@ def main():
     parser = cli.parser_for(__doc__)
     add_arguments(parser)
     arguments = parser.parse_args()
-    begin = lambda *names: load(join(arguments.ranks), *names)  # noqa: E731
+    begin = lambda *names, **how: load(join(arguments.ranks), *names, **how)  # noqa: E731
     try:
         if of_environment(arguments.ranks)[0] == 0:
             make = lambda *what: BroadcastEngine(partial(make_engine, *what))  # noqa: E731
             return cli.main(__doc__, "09_tensor_parallel", add_arguments, make, demo, load=begin)
         # The other ranks follow: they run the same demo, or execute rank 0's commands
-        model, tokenizer, end_tokens = begin(arguments.model, arguments.dtype, arguments.device)
+        asked = arguments.model, arguments.dtype, arguments.device
+        model, tokenizer, end_tokens = begin(*asked, same_bits=arguments.same_bits)
         if arguments.demo:
             lesson.ROUNDS = arguments.rounds
             demo(model, Frontend(model, tokenizer, end_tokens), arguments)

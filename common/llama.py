@@ -135,34 +135,53 @@ class Layer(nn.Module):
         return self.after_attention(hidden, attend(*self.before_attention(hidden, rotation)))
 
 
+# The same bits. PyTorch's CPU kernel adds up blocks of KEYS keys, from the first key on. A masked key adds
+# exactly 0. A block of fewer keys, or fewer than ROWS rows, is added up in another order. So with whole
+# blocks of both, the result of a row does not depend on the other rows.
+KEYS, ROWS = 512, 4
+
+
 def attention(q, k, v, mask):
     """Compute attention of q [T, H, hd] over k, v [S, KVH, hd]; or of each row over its own k, v
     [T, S, KVH, hd].
 
-    `mask` is added to the scores. None means causal, except that a single row attends to everything. The KV
-    heads are not copied for the query heads that share them. Returns: [T, H, hd]."""
+    `mask` is added to the scores, and may have more keys than k. None means causal, except that a single row
+    attends to everything. The KV heads are not copied for the query heads that share them. Returns:
+    [T, H, hd]."""
+    if mask is not None and (more := mask.shape[-1] - k.shape[-3]):
+        k, v = (torch.cat((side, side.new_zeros(more, *side.shape[1:]))) for side in (k, v))
     if k.ndim == 4 or len(q) == 1:          # one token per row: a group of heads acts as queries
         shape = len(q), -1, *k.shape[-2:]
         k, v = (side.reshape(shape).transpose(1, 2) for side in (k, v))          # [T, KVH, S, hd] each
         grouped = q.unflatten(1, (k.shape[1], -1))                               # [T, KVH, H/KVH, hd]
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).flatten(1, 2)
-    q, k, v = (side.transpose(0, 1)[None] for side in (q, k, v))                 # [1, heads, tokens, hd] each
-    causal, gqa = mask is None, k.shape[1] != q.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
-    return out[0].transpose(0, 1)                                                # [T, H, hd]
+        out = F.scaled_dot_product_attention(whole_blocks(grouped), k, v, attn_mask=mask)
+        return out[:, :, : grouped.shape[2]].flatten(1, 2)
+    rows, k, v = (side.transpose(0, 1)[None] for side in (q, k, v))              # [1, heads, tokens, hd] each
+    how = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != rows.shape[1])
+    out = F.scaled_dot_product_attention(whole_blocks(rows), k, v, **how)
+    return out[0].transpose(0, 1)[: len(q)]                                      # [T, H, hd]
 
 
-def causal_mask(count: int, end: int, device, dtype):
-    """Return the mask [T, S] of the last `count` of `end` tokens.
+def whole_blocks(q):
+    """Append rows of zeros to q [..., rows, hd], up to a multiple of ROWS. (A GPU needs none.)"""
+    more = -q.shape[-2] % ROWS if q.device.type == "cpu" else 0
+    return F.pad(q, (0, 0, 0, more)) if more else q
+
+
+def causal_mask(count: int, end: int, device, dtype, same_bits: bool = False):
+    """Return the mask [rows, S] of the last `count` of `end` tokens, of whole blocks on a CPU.
 
     It is 0 up to a row's own position, and minus infinity after it. Returns None if no mask is needed: a
-    single row attends to everything, and attention over a whole sequence is causal by default."""
-    if count == 1 or count == end:
+    single row attends to everything (without `same_bits`), and attention over a whole sequence is causal by
+    default."""
+    rows, keys = (ROWS if count > 1 else 1, KEYS) if device.type == "cpu" else (1, 1)
+    if count == 1 and not same_bits or count == end and end % keys == 0:
         return None
     if device.type == "cuda" and dtype.itemsize == 2:      # flash attention takes no mask tensor
         from torch.nn.attention.bias import causal_lower_right  # a slow import (1 s)
         return causal_lower_right(count, end)
-    return torch.full((count, end), -math.inf, dtype=dtype, device=device).triu_(end - count + 1)
+    shape = count + -count % rows, end + -end % keys
+    return torch.full(shape, -math.inf, dtype=dtype, device=device).triu_(end - count + 1)
 
 
 def upload(numbers, device) -> torch.Tensor:
@@ -179,6 +198,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.digest = b""  # SHA-256 of config and weights, set by checkpoint.load; part of each block key
+        self.same_bits = False  # CPU only: give single rows the bits, too, that they have in any batch
         self.pieces = None  # GPU only: CUDA graphs of the layers, set by checkpoint.load
         where = dict(dtype=dtype, device=device)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))

@@ -85,6 +85,7 @@ class Request:
     prompt_tokens: int = field(init=False)
     new: list[int] = field(default_factory=list)                # the answer's tokens so far
     times: list[float] = field(default_factory=list)            # perf_counter() of each of `new`
+    logits: list[torch.Tensor] = field(default_factory=list)    # [V] for each of `new`, if keeps_logits
     finish_reason: str | None = None                            # "stop" (end token, stop string) or "length"
     outcome: str | Exception | None = None                      # its finish_reason, or why it failed
     pieces: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
@@ -104,6 +105,8 @@ class Request:
     must_compute: bool = False     # compute all tokens, because a restoration has failed
     wait_deadline: float = 0.0     # time.perf_counter() until which a prefetch may delay it
     memo: object = None            # state that the Cache keeps for this request; the engine does not read it
+
+    keeps_logits = False           # set for the class: demos with --same-bits compare them
 
     def __post_init__(self):
         self.tokens = list(self.tokens)                         # a copy, because it grows
@@ -167,7 +170,7 @@ class Request:
             return sampling.draw(logits, self.temperature, self.top_k, self.top_p, self.generator)
         return token
 
-    def push(self, token: int):
+    def push(self, token: int, logits: torch.Tensor | None = None):
         """Append a sampled token, put finished text into `pieces`, and set `finish_reason` if the answer is
         complete.
 
@@ -178,6 +181,8 @@ class Request:
         self.times.append(time.perf_counter())
         self.tokens.append(token)
         self.new.append(token)
+        if self.keeps_logits:
+            self.logits.append(logits.clone())
         ends = token in self.end_tokens
         piece = self.writer.push(token, ends) if self.writer else ""
         if ends or (self.writer and self.writer.stopped):

@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import json
 import os
+import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,10 +25,10 @@ from torch import nn
 from tqdm import tqdm
 
 from common.llama import Llama, LlamaConfig
-from shell import limits, random_models
+from shell import bits, limits, random_models
 from shell.config import ModelError, read_config
 from shell.families import FamilyConfig, layer_of
-from shell.linear import speed_up
+from shell.linear import product_dtype, speed_up
 from shell.pieces import Pieces
 
 CLASSROOM = Path(__file__).resolve().parent.parent / "models" / "classroom"
@@ -59,15 +60,17 @@ def keep_freed_memory():
         mallopt(-3, 32 << 20)        # M_MMAP_THRESHOLD: the largest allowed value
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = False, sharding=None):
+def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = False, sharding=None,
+         same_bits: bool = False):
     """Load a model. Raises ModelError.
 
     `dtype`: auto or a key of DTYPES. `device`: auto, cpu or cuda. `on_host`: keep the weights in host memory
-    even on a GPU (chapter 08). `sharding`: load only this rank's part (chapter 09).
+    even on a GPU (chapter 08). `sharding`: load only this rank's part (chapter 09). `same_bits`: on a CPU,
+    give each request the bits that it has alone (--same-bits).
 
     Returns: (Llama, tokenizer, end tokens: the ids that end an answer)."""
     try:
-        return read_model(name, dtype, device, on_host, sharding)
+        return read_model(name, dtype, device, on_host, sharding, same_bits)
     except ModelError:
         raise
     except Exception as error:              # parsers raise errors of any kind
@@ -81,7 +84,7 @@ def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = F
         raise ModelError(f"{name} cannot be loaded ({kind}: {words}); {hint} {OFFLINE}") from error
 
 
-def read_model(name: str, dtype: str, device: str, on_host: bool, sharding):
+def read_model(name: str, dtype: str, device: str, on_host: bool, sharding, same_bits: bool):
     device = pick_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)     # cuDNN takes 20 to 40 ms for each new length
     keep_freed_memory()
@@ -108,15 +111,33 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, sharding):
     fill = sharding.fill if sharding else lambda place, key, tensor: place.copy_(tensor)
     for key, tensor in tqdm(tensors, "loading", len(places), delay=1, disable=None):
         fill(places[key], key, tensor)
-    model.digest = digest.digest()
     model.eval().requires_grad_(False)
     if device == "cpu":
-        speed_up(model, copies=not on_host and 2 * weight_bytes(model) < limits.free_host_memory())
+        prepare_for_cpu(model, on_host, sharding, same_bits, digest)
     elif not on_host and not sharding:  # CUDA graphs here have no all-reduce
         model.pieces = Pieces(model)
+    if same_bits and device != "cpu":
+        print(bits.ON_A_GPU, file=sys.stderr)
+    model.digest = digest.digest()
     named = [tokenizer.eos_token_id, *(config.get("eos_token_id") for config in configs)]
     ends = sum((ids if isinstance(ids, list) else [ids] for ids in named), [])
     return model, tokenizer, frozenset(token for token in ends if isinstance(token, int))
+
+
+def prepare_for_cpu(model: Llama, on_host: bool, sharding, same_bits: bool, digest):
+    """Choose the products of a model on a CPU, and add to `digest` what decides their bits. Raises
+    ModelError."""
+    size = weight_bytes(model) * (1 + product_dtype(model.dtype).itemsize / model.dtype.itemsize)
+    copies = not on_host and size < limits.free_host_memory()
+    ranks = sharding and sharding.ranks
+    copies = ranks.all_true(copies) if ranks else copies
+    model.same_bits = same_bits
+    speed_up(model, copies, same_bits)
+    digest.update(b"with copies" if copies else b"without copies")
+    if same_bits:
+        bits.check(model)
+        count = ranks.count if ranks else 1
+        digest.update(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {count}".encode())
 
 
 def described(config: LlamaConfig) -> str:

@@ -40,6 +40,8 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     add("--dtype", default="auto", choices=("auto", *checkpoint.DTYPES), help="dtype of all numbers (auto)")
     add("--max-tokens", type=bounded(int, 1, 1 << 20), default=128, help="tokens per answer (default 128)")
     add("--explain", action="store_true", help="print a line for each event of a step")
+    add("--same-bits", action="store_true",
+        help="on a CPU, compute each request with the bits that it has alone; decoding takes longer")
     add("--rounds", type=bounded(int, 1, 1000), default=3, help="timed rounds in the demo (default 3)")
     add("--json", type=Path, metavar="FILE", help="write the results as JSON")
     add("--trace", type=Path, metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
@@ -52,7 +54,7 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
     add_arguments(parser)               adds the chapter's own options
     make_engine(model, arguments)       returns the chapter's engine, and prints its pools to stderr
     demo(model, frontend, arguments)    prints the demo; returns (report for --json, timelines for --trace)
-    load(name, dtype, device)           loads the model: checkpoint.load, or a variant of it (08 and 09)
+    load(name, dtype, device, same_bits=)  loads the model: checkpoint.load, or a variant of it (08 and 09)
     """
     parser = parser_for(doc)
     add_arguments(parser)
@@ -89,7 +91,8 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
         listener = server.listen(arguments.host, arguments.port)
 
     # 2. The model
-    model, tokenizer, end_tokens = load(arguments.model, arguments.dtype, arguments.device)
+    asked = arguments.model, arguments.dtype, arguments.device
+    model, tokenizer, end_tokens = load(*asked, same_bits=arguments.same_bits)
     frontend = Frontend(model, tokenizer, end_tokens)
     info = dict(chapter=chapter, model=arguments.model, dtype=str(model.dtype)[6:],
                 device=torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu")

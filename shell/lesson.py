@@ -171,7 +171,8 @@ class Larger:
 
     def __init__(self, arguments, rng, make):
         """`make(model, blocks, cache)` must return an engine."""
-        self.model, *_ = checkpoint.load(LARGER, arguments.dtype, arguments.device)
+        how = arguments.dtype, arguments.device
+        self.model, *_ = checkpoint.load(LARGER, *how, same_bits=arguments.same_bits)
         self.draw = lambda count: rng.choices(range(300, self.model.config.vocab_size), k=count)
         self.history, self.make, self.blocks = self.draw(HISTORY), make, -(-(HISTORY + 2 * ASKED) // 16)
 

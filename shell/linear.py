@@ -4,40 +4,60 @@ from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from common.llama import Linear, Llama
+from common.llama import ROWS, Linear
 
 
 class FastLinear(Linear):
     """A linear layer y = x W^T + b that chooses the fastest product on a CPU.
 
-    Several rows are multiplied with a copy of the weight in oneDNN's layout. With a single row, the time is
-    that of reading the weight, so each thread reads its own part of the weight."""
-    reordered = None        # the weight in oneDNN's layout, if there is memory for it
+    The rows are multiplied with a copy of the weight in oneDNN's layout. For a single row of float32, the
+    time is that of reading the weight, so each of several threads reads its own part of the weight.
+
+    The same bits. One to three rows are added up in another order than more rows, but all multiples of ROWS
+    in the same order. So rows of zeros are appended, and the result of a row does not depend on the other
+    rows."""
+    reordered = None        # a copy of the weight in oneDNN's layout, if there is memory for it
+    kind = torch.float32    # dtype of the product
+    same_bits = False       # whether a single row has the same bits, too
 
     def forward(self, x):                                              # [T, inputs] -> [T, outputs]
-        if x.device.type == "cpu" and x.dtype == torch.float32 and len(x) == 1:
-            count = math.gcd(len(self.weight), torch.get_num_threads())
+        rows, threads = len(x), torch.get_num_threads()
+        alone = rows == 1 and not self.same_bits
+        if x.device.type != "cpu" or alone and self.reordered is None and x.dtype.itemsize == 2:
+            return super().forward(x)
+        if alone and x.dtype == torch.float32 and (self.reordered is None or threads > 1):
+            count = math.gcd(len(self.weight), threads)
             parts = self.weight.unflatten(0, (count, -1))              # [parts, outputs / parts, inputs]
             out = torch.bmm(parts, x.t().expand(count, -1, -1)).view(1, -1)
             return out if self.bias is None else out + self.bias
-        if self.reordered is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.reordered, self.bias, "none", [], "")
-        slow = x.device.type == "cpu" and x.dtype == torch.bfloat16 and len(x) > 8
-        if slow and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            # Without bf16 instructions these products take a hundred times as long as in float32.
-            bias = None if self.bias is None else self.bias.float()
-            return F.linear(x.float(), self.weight.float(), bias).bfloat16()
-        return super().forward(x)
+        padded = F.pad(x, (0, 0, 0, -rows % ROWS)) if rows % ROWS else x
+        padded, bias = padded.to(self.kind), None if self.bias is None else self.bias.to(self.kind)
+        if self.reordered is None:
+            out = F.linear(padded, self.weight.to(self.kind), bias)
+        else:
+            out = torch.ops.mkldnn._linear_pointwise(padded, self.reordered, bias, "none", [], "")
+        return out[:rows].to(x.dtype)
 
 
-def speed_up(model: Llama, copies: bool):
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """-> the dtype in which numbers of `dtype` are multiplied. It is float32 if this processor has no
+    instructions for `dtype`, because products without them take several times as long."""
+    has = {torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+           torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported}
+    return dtype if dtype not in has or has[dtype]() else torch.float32
+
+
+def speed_up(model: nn.Module, copies: bool, same_bits: bool = False):
     """Turn the linear layers of a loaded model into FastLinear, in place. Hooks and tied weights stay.
 
-    `copies`: there is enough memory for copies of the weights."""
+    `copies`: there is enough memory for copies of the weights. `same_bits`: of FastLinear."""
     for linear in model.modules():
         if isinstance(linear, Linear):
-            linear.__class__ = FastLinear
+            linear.__class__, linear.same_bits = FastLinear, same_bits
+            linear.kind = product_dtype(linear.weight.dtype)
             if copies:
                 with suppress(AttributeError, RuntimeError):    # no kernel for this device or dtype
-                    linear.reordered = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+                    weight = linear.weight.detach().to(linear.kind)
+                    linear.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
