@@ -56,12 +56,10 @@ from itertools import islice, takewhile
 
 from common import link as links
 from common.cache import Match
-from common.estimates import Estimates
 from common.requests import BadRequest, Request
-from common.restoring import Restorer
 from shell import backends, charts, cli, hardware, lesson, modelled_link
 from shell.frontend import Frontend
-from shell.machine import machine_of
+from shell.lower_tier import restorer
 from shell.workers import HANG_SECONDS, Worker, as_integers
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -466,13 +464,12 @@ class TieredCache(offload.HostCache):
     def on_evict_l2(self, leaving: list):
         """Called before host blocks lose their contents: start to write pages that storage must still get.
 
-        Copies of the pages are written. Nothing is written if the writer hangs, or if more pages are being
-        written already than both pools together have.
+        Copies of the pages are written, unless the writer hangs or too many writes are queued, because the
+        copies take memory.
 
         leaving: (host block, page) pairs."""
         host_block_of = {page: host_block for host_block, page in leaving}
-        full = len(self.writing) > self.pool.size + self.host.size  # limit the memory that copies take
-        if self.storage and not (full or self.storage.writer.hangs):
+        if self.storage and not self.storage.is_backlogged:
             self.write_l3(host_block_of, leaving=True)
         for node in self.tree.change(host_block_of):
             node.host_blocks = []
@@ -786,10 +783,9 @@ def demo(model, frontend: Frontend, arguments):
     answers = sum(taken.values(), [requests[-1] for requests in asked.values()])
     verified = lesson.verify(paged.baseline.Engine(model), answers)
 
-    report = dict(link=lesson.describe_link(engine.lower_tier.cache.load_link), verified=verified)
-    sizes = f"L1 has {device} pages, L2 {host}; write policy: {arguments.write_policy}"
-    print(f"{TALKS} conversations of up to {pages} pages, each asked twice; {sizes}\n")
-    report |= dict(rows=show_tiers(taken) + show_policies(asked), counters=engine.counters())
+    link = lesson.describe_link(engine.lower_tier.cache.load_link)
+    print(f"{TALKS} conversations of up to {pages} pages, asked twice; L1 has {device} pages, L2 {host}\n")
+    report = dict(link=link, verified=verified, rows=show(taken, asked), counters=engine.counters())
     return report, [asked["wait_complete"][-1].timeline]
 
 
@@ -827,16 +823,26 @@ def policies(engines: dict, prompt: list[int]) -> dict[str, list[Request]]:
     return lesson.in_turn({policy: partial(ask, policy) for policy in engines})
 
 
-def show_tiers(taken: dict[str, list[Request]]) -> list[dict]:
-    """Print TTFT, and the shares of the prompts' tokens that each tier held. Returns: rows for --json."""
-    times = {name: [one.ttft_ms for one in asked[TALKS:]] for name, asked in taken.items()}
+def show(taken: dict[str, list[Request]], asked: dict[str, list[Request]]) -> list[dict]:
+    """Print the TTFT of all engines, and the share of the prompts' tokens that each tier held. Then print the
+    TTFT under each policy, and a timeline.
+
+    `taken`: engine -> its requests. `asked`: policy -> its requests. Returns: rows for --json."""
+    times = {name: [one.ttft_ms for one in requests[TALKS:]] for name, requests in taken.items()}
     rows = lesson.table("TTFT, the second time", times, "ttft_ms", "ms")
     print(f"\n{'the second time':30}{'L1':>6}{'L2':>6}{'L3':>6}  computed")
-    for row, asked in zip(rows, taken.values()):
-        row |= (found := shares(asked[TALKS:]))
-        row["first_time_from_storage"] = first = shares(asked[:TALKS])["storage"]
+    for row, requests in zip(rows, taken.values()):
+        row |= (found := shares(requests[TALKS:]))
+        row["first_time_from_storage"] = shares(requests[:TALKS])["storage"]
         print(f"  {row['case']:28}" + "".join(f"{share:6.0%}" for share in found.values()))
-    print(f"  (in the last row, {first:.0%} came from L3 the first time, too)\n")
+    last = asked["wait_complete"][-1]
+    title = f"TTFT, {last.prompt_tokens} tokens, storage as fast as computing, the guard off"
+    times = {policy: [one.ttft_ms for one in requests] for policy, requests in asked.items()}
+    print()
+    rows += lesson.table(title, times, "ttft_ms", "ms")
+    print("  Waiting takes as long as computing here. Doing both at once takes less: examples/both_ends.py\n")
+    print("Timeline of wait_complete (p: prefill, or pages read; digits: layers loaded; s: pages saved)")
+    print(f"{charts.chart(last.timeline)}\n\nAnd if not even the weights fit on the device? Chapter 08.")
     return rows
 
 
@@ -847,48 +853,24 @@ def shares(requests: list[Request]) -> dict[str, float]:
     return {**found, "computed": 1 - sum(found.values())}
 
 
-def show_policies(asked: dict[str, list[Request]]) -> list[dict]:
-    """Print TTFT under each policy, and the timeline of `wait_complete`. Returns: rows for --json."""
-    last = asked["wait_complete"][-1]
-    title = f"TTFT, {last.prompt_tokens} tokens, storage as fast as computing, the guard off"
-    times = {policy: [one.ttft_ms for one in requests] for policy, requests in asked.items()}
-    rows = lesson.table(title, times, "ttft_ms", "ms")
-    print(
-        "  Waiting for storage takes as long as computing here. Both at once would take less: see\n"
-        "  examples/both_ends.py.\n\n"
-        "Timeline of wait_complete (p: prefill, or pages read; digits: layers loaded; s: pages saved)\n"
-        f"{charts.chart(last.timeline)}\n\nAnd if not even the weights fit on the device? Chapter 08."
-    )
-    return rows
-
-
 # 4. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
-    offload.add_arguments(parser)
+    paged.add_arguments(parser)
+    size = hardware.add_options(parser).add_argument  # of --cpu-blocks and these two, only one may be given
+    size("--hicache-ratio", type=cli.bounded(float, 1, 1e6), metavar="R", help="host memory: R times L1")
+    size("--hicache-size", type=cli.bounded(float, 1e-3, 1e6), metavar="GB", help="size of host memory")
     add, number, whole = parser.add_argument, cli.bounded(float, 0, 1e6), cli.bounded(int, 0, 1 << 26)
-    add("--hicache-ratio", type=cli.bounded(float, 1, 1e6), metavar="R", help="host memory: R times L1")
-    add("--hicache-size", type=cli.bounded(float, 1e-3, 1e6), metavar="GB", help="size of host memory")
     add("--layout", choices=LAYOUTS, default="page_first_direct", help="of host memory (page_first_direct)")
     add("--write-policy", choices=WRITE, default="write_through", help="when pages are saved (write_through)")
     add("--hicache-io-backend", choices=("direct", "kernel"), help="what copies on a GPU (link's rule)")
     add("--storage", metavar="URL", help="shared tier: file:DIR, redis://HOST:PORT/N, or module:Class")
     add("--storage-config", type=backends.configuration, metavar="JSON or @FILE", help="settings of storage")
     add("--storage-bandwidth", type=modelled_link.speed, metavar="GB/S[:GB/S...@SECONDS]", help="modelled")
-    words = f"how long to wait for storage: {', '.join(PREFETCH)} (timeout)"
-    add("--prefetch", type=prefetch_policy, default="timeout", metavar="POLICY", help=words)
+    add("--prefetch", choices=PREFETCH, default="timeout", help="how long to wait for storage (timeout)")
     add("--prefetch-threshold", type=whole, default=256, metavar="TOKENS", help="fewest to read (256)")
     add("--prefetch-timeout", type=number, default=1.0, metavar="S", help="of each prefetch (1)")
     add("--prefetch-timeout-per-1k", type=number, default=0.25, metavar="S", help="per 1,024 tokens (0.25)")
-
-
-def prefetch_policy(string: str) -> str:
-    """Check the value of --prefetch. Raises ArgumentTypeError."""
-    if string == "both_ends":
-        raise argparse.ArgumentTypeError("both_ends is a script of its own: run python -m examples.both_ends")
-    if string not in PREFETCH:
-        raise argparse.ArgumentTypeError(f"{string!r} is not one of {', '.join(PREFETCH)}")
-    return string
 
 
 def make_engine(model, arguments, kind=TieredCache) -> paged.Engine:
@@ -898,13 +880,11 @@ def make_engine(model, arguments, kind=TieredCache) -> paged.Engine:
     page_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
     useful = arguments.max_running * -(-model.config.max_position_embeddings // size)
     device = cli.blocks_that_fit(arguments.gpu_blocks, useful, page_bytes, model.device, "--gpu-blocks")
-    ratio, giga = arguments.hicache_ratio, arguments.hicache_size
-    asked = arguments.cpu_blocks, ratio and int(ratio * device), giga and int(1e9 * giga / page_bytes)
-    given = [pages for pages in asked if pages is not None] or [None]
-    if len(given) > 1 or ratio == 1:
-        raise BadRequest("Give one of --cpu-blocks, --hicache-size and --hicache-ratio (above 1).")
-    options = argparse.Namespace(**vars(arguments) | dict(cpu_blocks=given[0]))
-    pages = hardware.host_blocks(model, options, page_bytes)
+    if arguments.hicache_ratio:
+        arguments.cpu_blocks = int(arguments.hicache_ratio * device)
+    elif arguments.hicache_size:
+        arguments.cpu_blocks = int(1e9 * arguments.hicache_size / page_bytes)
+    pages = hardware.host_blocks(model, arguments, page_bytes)
     # 2. Storage, and the engine
     config, (threshold, *timeout) = backends.settings(arguments.storage_config, arguments)
     storage = url and backends.open_storage(url, config, arguments.storage_bandwidth)
@@ -914,8 +894,7 @@ def make_engine(model, arguments, kind=TieredCache) -> paged.Engine:
         pages, hardware.bandwidth(model, arguments.link), storage, arguments.prefetch,
         arguments.write_policy, arguments.layout, threshold, tuple(timeout), arguments.hicache_io_backend,
     )  # fmt: skip
-    estimates = Estimates(machine_of(model), arguments.always_restore)
-    engine = paged.make_engine(model, arguments, Restorer(cache, estimates))
+    engine = paged.make_engine(model, arguments, restorer(model, cache, arguments.always_restore))
     words = f"{pages} pages of {size} tokens, {pages * page_bytes / 1e6:.1f} MB, over a {cache.load_link}"
     print(f"Host: {words}; storage: {storage or 'none'}", file=sys.stderr)
     return engine

@@ -104,7 +104,7 @@ class BothEndsCache(tiers.TieredCache):
             for copy in copies:
                 copy.cancel()
             self.end_prefetch(prefetch)
-            request.timeline.plan = both_ends.describe_plan(restoration)
+            request.timeline.plan = charts.describe_chunks(restoration, both_ends.CHUNK)
 
     def poll(self):
         """Called in each step: continue reads for running requests until their restorations end."""
