@@ -353,8 +353,7 @@ class HiddenCache(Cache):
         size, first = self.pool.block_size, request.computed // self.pool.block_size
         if locations := self.store.find(request.chain[first : request.history // size]):
             tokens = (first + len(locations)) * size - request.computed
-            inside = request.computed % size if isinstance(locations[0], Stored) else 0  # computed already
-            disk = size * len(self.store.stored(locations)) - inside
+            disk = min(tokens, size * len(self.store.stored(locations)))
             found = {tier: count for tier, count in (("cpu", tokens - disk), ("disk", disk)) if count > 0}
             seconds = self.seconds(request.computed, request.computed + tokens, locations)
             return Match(tokens, seconds, locations, found, rows=tokens)

@@ -198,7 +198,7 @@ class BidirectionalCache(Cache):
             if self.share or self.leftover:
                 seconds = max(seconds, gap / share)
             else:
-                seconds = load + gap  # prefill starts after loading
+                seconds = self.seconds_to_load(queued + end - first) + gap  # prefill starts after loading
             return Match(end - start, seconds, run, {"storage": end - start}, share=share)
 
     def longest_run(self, request) -> list[tuple]:

@@ -124,9 +124,8 @@ class HiRadixTree:
         node, at, first, spans = self.root, 0, len(chain) - len(run), []
         while at < len(chain) and (node := node.children.get(chain[at])):
             ours = chain[at : at + len(node.pages)]
-            same = len(ours)
-            if ours != node.pages[:same]:  # the chain leaves the node before its end
-                same = next(n for n, page in enumerate(ours) if page is not node.pages[n])
+            # The chain may leave the node before its end
+            same = next((n for n, page in enumerate(ours) if page is not node.pages[n]), len(ours))
             if at + same > first:
                 spans.append((node, slice(max(0, first - at), same)))
             at += same
@@ -250,14 +249,11 @@ class TieredCache(offload.HostCache):
 
     fields = {}
     direction = 1  # 1: storage reads the first page first; -1: the last page first
-    # The server opens, attaches and shows storage with these
+    # The server opens and attaches storage with these
     open_storage, attach_storage = staticmethod(backends.open_storage), backends.attach_storage
-    pages_in_storage = backends.pages_in_storage
 
-    def __init__(
-        self, blocks: int, bandwidth=None, storage=None, prefetch="timeout", write="write_through",
-        layout="page_first_direct", threshold=256, timeout=(1.0, 0.25), io_backend=None,
-    ):  # fmt: skip
+    def __init__(self, blocks: int, bandwidth=None, storage=None, prefetch="timeout", write="write_through",
+                 layout="page_first_direct", threshold=256, timeout=(1.0, 0.25), io_backend=None):
         """Keep the settings; `attach` allocates host memory and opens storage.
 
         blocks: number of pages in host memory.
@@ -289,7 +285,7 @@ class TieredCache(offload.HostCache):
             engine.block_keys = paged.BlockKeys(namespace, self.pool.block_size)
         self.pages_at_once = max(1, READ // self.pool.block_size)
         if self.storage:
-            self.storage.open(partial(Worker, wake=engine.wake.set))
+            self.storage.open(partial(Worker, wake=engine.wake.set), self.counts)
             self.measure_storage()
 
     def host_memory(self, shape):
@@ -354,9 +350,8 @@ class TieredCache(offload.HostCache):
     def after_gap(self, block_key) -> bool:
         """Return True if the parent page is missing from every lower tier and not on its way to one."""
         parent = block_key.parent
-        if parent is None or self.has_block(parent) or parent in self.writing:
-            return False
-        return not any(node.stored for node, _ in self.tree.spans([parent]))
+        below = parent is None or self.has_block(parent) or parent in self.writing
+        return not (below or any(node.stored for node, _ in self.tree.spans([parent])))
 
     def on_saved(self, request, transfer, block_keys, arrived: bool):
         super().on_saved(request, transfer, block_keys, arrived)
@@ -435,14 +430,11 @@ class TieredCache(offload.HostCache):
         engine waits. A chain's head is copied before its tail.
 
         leaving: (device block, page) pairs."""
-        block_of, dirty = {block_key: block for block, block_key in leaving}, []
-        for node in self.tree.change(block_of):
-            node.device = False
-            dirty += [page for page in self.to_write(node) if not self.has_block(page)]
+        block_of = {page: block for block, page in leaving}
         if self.write_policy == "write_back":
+            dirty = [page for node in self.tree.change(block_of) for page in self.to_write(node)]
+            dirty = [page for page in dirty if not self.has_block(page)]
             self.counts["dirty_evicted"] += len(dirty)
-            # Pages after these may be evicted from host memory meanwhile, and must not count as after a gap
-            self.saving.update(on_their_way := dict.fromkeys(dirty))
             # The first requests in the queue, which may be the cause of this eviction, need their host pages
             needed = set().union(*(one.chain for one in islice(self.engine.waiting, RETRY_REQUESTS)))
             room = partial(self.host.make_room, keep=needed.union(() if self.storage else dirty))
@@ -457,24 +449,24 @@ class TieredCache(offload.HostCache):
                     copy.cancel()
                     self.hold("save", [copy], (self.host, host_blocks))  # a late copy still writes to them
                 self.host.release(host_blocks)
-            for page in on_their_way:
-                del self.saving[page]
+        for node in self.tree.change(block_of):
+            node.device = False
         self.count_lost(block_of)
 
     def on_evict_l2(self, leaving: list):
         """Called before host blocks lose their contents: start to write pages that storage must still get.
 
-        Copies of the pages are written, unless the writer hangs or too many writes are queued, because the
-        copies take memory.
+        Copies of the pages are written. Nothing is written if the writer hangs, or if more pages are being
+        written already than both pools together have.
 
         leaving: (host block, page) pairs."""
         host_block_of = {page: host_block for host_block, page in leaving}
-        if self.storage and not self.storage.is_backlogged:
+        full = len(self.writing) > self.pool.size + self.host.size  # limit the memory that copies take
+        if self.storage and not (full or self.storage.writer.hangs):
             self.write_l3(host_block_of, leaving=True)
         for node in self.tree.change(host_block_of):
             node.host_blocks = []
-        for page in host_block_of:
-            self.unwritten.pop(page, None)
+        self.unwritten = {page: page for page in self.unwritten if page not in host_block_of}
         self.count_lost(host_block_of if self.storage else ())
 
     def count_lost(self, pages):
@@ -483,8 +475,7 @@ class TieredCache(offload.HostCache):
         A page is lost if the write policy wanted it in a lower tier, and it is now in no tier and not on its
         way to storage. If there is storage, its write is dropped."""
         lost = [page for node in self.tree.change(pages) if not node.is_local for page in self.to_write(node)]
-        self.counts["pages_lost"] += len(lost)
-        self.counts["writes_dropped"] += len(lost) if self.storage else 0
+        self.counts.update(pages_lost=len(lost), writes_dropped=len(lost) if self.storage else 0)
         for node in self.tree.change(lost):
             node.wanted = False  # count each page once
 
@@ -756,8 +747,7 @@ def demo(model, frontend: Frontend, arguments):
     The first part asks more conversations than L1 and L2 hold, all with the same system prompt. It asks them
     of engines with one, two and three tiers, and of an engine whose L3 another engine has filled. The second
     part times each prefetch policy where reading from L3 takes as long as computing."""
-    rng, most = random.Random(0), lesson.context(model, frontend)
-    new = max(4, min(arguments.max_tokens, 12) * most // frontend.context)
+    rng, most, new = random.Random(0), lesson.context(model, frontend), max(4, min(arguments.max_tokens, 12))
     size, device, host = arguments.block_size, arguments.gpu_blocks, arguments.cpu_blocks
     context = min([most, *(size * blocks for blocks in (device, host) if blocks)])
     system = dict(role="system", content=lesson.document(frontend, rng, context // 16))
@@ -765,28 +755,29 @@ def demo(model, frontend: Frontend, arguments):
     pages = -(-(max(len(frontend.encode(None, talk)) for talk in talks) + 3 * new + 32) // size)
     device, host = device or 2 * pages, host or 10 * pages // 3
     lesson.check_room(dict(device=device, host=host), pages, size)
-    options, engines = vars(arguments) | dict(gpu_blocks=device, hicache_ratio=None, hicache_size=None), {}
+    fixed, engines = dict(gpu_blocks=device, hicache_ratio=None, hicache_size=None), {}
+    options = argparse.Namespace(**vars(arguments) | fixed)
     with tempfile.TemporaryDirectory() as folder:
         url = arguments.storage or f"file:{folder}"
         ways = {"L1": (1, None), "L1, L2": (host, None), "L1, L2, L3": (host, url)}
-        for name, (host_blocks, storage) in {**ways, "L1, L2, L3 of another engine": (host, url)}.items():
-            given = argparse.Namespace(**options | dict(cpu_blocks=host_blocks, storage=storage))
-            engine = engines[name] = make_engine(model, given)
+        ways["L1, L2, L3 of another engine"] = host, url
+        for name, (options.cpu_blocks, options.storage) in ways.items():
+            engine = engines[name] = make_engine(model, options)
         # 1. Ask each conversation twice, in random order
         taken = {name: converse(engine, frontend, talks, new) for name, engine in engines.items()}
         # 2. Time a long history that only storage holds, under each policy
         text = lesson.document_for(engine, frontend, rng, min(most, 2048) // 2, [lesson.SECRET], 2)
         prompt = frontend.request(messages=[dict(role="user", content=text)]).tokens
-        asked = policies(dict.fromkeys(PREFETCH, engine), prompt)
+        slow_storage(engine, prompt, lesson.ask(engine, prompt).ttft_ms / 1e3)
+        asked = lesson.in_turn({policy: partial(ask_under, policy, engine, prompt) for policy in PREFETCH})
         for engine in engines.values():
             engine.close()
     answers = sum(taken.values(), [requests[-1] for requests in asked.values()])
     verified = lesson.verify(paged.baseline.Engine(model), answers)
 
-    link = lesson.describe_link(engine.lower_tier.cache.load_link)
-    print(f"{TALKS} conversations of up to {pages} pages, asked twice; L1 has {device} pages, L2 {host}\n")
-    report = dict(link=link, verified=verified, rows=show(taken, asked), counters=engine.counters())
-    return report, [asked["wait_complete"][-1].timeline]
+    print(f"{TALKS} conversations of up to {pages} pages, asked twice; L1 has {device} pages, L2 {host}")
+    report = dict(link=lesson.describe_link(engine.lower_tier.cache.load_link), rows=show(taken, asked))
+    return dict(report, verified=verified, counters=engine.counters()), [asked["wait_complete"][-1].timeline]
 
 
 def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]:
@@ -800,27 +791,19 @@ def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]
     return asked
 
 
-def policies(engines: dict, prompt: list[int]) -> dict[str, list[Request]]:
-    """Ask the same prompt under each prefetch policy.
+def slow_storage(engine, prompt: list[int], seconds: float):
+    """Make storage so slow that it reads the prompt's pages in `seconds`, and switch the guard off."""
+    cache, engine.lower_tier.estimates.always = engine.lower_tier.cache, True
+    size = len(prompt) / engine.pool.block_size * cache.host.block_bytes
+    cache.storage.bandwidth, cache.timeout = modelled_link.Bandwidth(size / seconds), (seconds / 3, 0.0)
+    cache.measure_storage()
 
-    Only L3 holds the prompt's pages, and reading them takes as long as computing them.
-    `engines`: policy -> the engine to ask. Returns: policy -> its requests."""
-    engine = next(iter(engines.values()))
-    seconds = lesson.ask(engine, prompt).ttft_ms / 1e3  # the engine computes the whole prompt
-    size = len(prompt) / engine.pool.block_size * engine.lower_tier.cache.host.block_bytes
-    for each in engines.values():
-        each.lower_tier.estimates.always, cache = True, each.lower_tier.cache
-        cache.storage.bandwidth, cache.timeout = modelled_link.Bandwidth(size / seconds), (seconds / 3, 0.0)
-        cache.measure_storage()
 
-    def ask(policy: str) -> Request:
-        asked = engines[policy]
-        lesson.wait_until_idle(asked)
-        asked.evict("host")
-        asked.lower_tier.cache.prefetch_policy = policy
-        return lesson.ask(asked, prompt, 2, "device")
-
-    return lesson.in_turn({policy: partial(ask, policy) for policy in engines})
+def ask_under(policy: str, engine, prompt: list[int]) -> Request:
+    """Ask under a prefetch policy, when only storage has the prompt's pages."""
+    lesson.wait_until_idle(engine, evict="host")
+    engine.lower_tier.cache.prefetch_policy = policy
+    return lesson.ask(engine, prompt, 2, evict="device")
 
 
 def show(taken: dict[str, list[Request]], asked: dict[str, list[Request]]) -> list[dict]:
@@ -838,7 +821,6 @@ def show(taken: dict[str, list[Request]], asked: dict[str, list[Request]]) -> li
     last = asked["wait_complete"][-1]
     title = f"TTFT, {last.prompt_tokens} tokens, storage as fast as computing, the guard off"
     times = {policy: [one.ttft_ms for one in requests] for policy, requests in asked.items()}
-    print()
     rows += lesson.table(title, times, "ttft_ms", "ms")
     print("  Waiting takes as long as computing here. Doing both at once takes less: examples/both_ends.py\n")
     print("Timeline of wait_complete (p: prefill, or pages read; digits: layers loaded; s: pages saved)")
@@ -890,10 +872,9 @@ def make_engine(model, arguments, kind=TieredCache) -> paged.Engine:
     storage = url and backends.open_storage(url, config, arguments.storage_bandwidth)
     if arguments.hicache_io_backend and model.device.type != "cuda":
         raise BadRequest("--hicache-io-backend says what copies on a GPU, and here is none: leave it out.")
-    cache = kind(
-        pages, hardware.bandwidth(model, arguments.link), storage, arguments.prefetch,
-        arguments.write_policy, arguments.layout, threshold, tuple(timeout), arguments.hicache_io_backend,
-    )  # fmt: skip
+    cache = kind(pages, hardware.bandwidth(model, arguments.link), storage, arguments.prefetch,
+                 arguments.write_policy, arguments.layout, threshold, tuple(timeout),
+                 arguments.hicache_io_backend)  # fmt: skip
     engine = paged.make_engine(model, arguments, restorer(model, cache, arguments.always_restore))
     words = f"{pages} pages of {size} tokens, {pages * page_bytes / 1e6:.1f} MB, over a {cache.load_link}"
     print(f"Host: {words}; storage: {storage or 'none'}", file=sys.stderr)

@@ -309,7 +309,7 @@ class PageHeadCache(KVCache):
 
     def attach(self, engine):
         super().attach(engine)
-        self.storage.open(partial(Worker, wake=engine.wake.set))
+        self.storage.open(partial(Worker, wake=engine.wake.set), self.counts)
 
     def keys(self, block_keys) -> list[bytes]:
         """Return a storage key for each page and each of this rank's heads, page by page."""

@@ -28,10 +28,6 @@ class RequestError(Exception):
     status = 500                   # HTTP status code
     code = None                    # OpenAI's code, if a client can do something about the error
 
-    def __init__(self, message: str, status: int | None = None):
-        super().__init__(message)
-        self.status = status or self.status
-
 
 class BadRequest(RequestError):
     """The request itself is wrong, or it can never fit into memory."""

@@ -3,7 +3,8 @@ import math
 import time
 import uuid
 
-from common.requests import BadRequest
+from flask import abort
+
 from shell.frontend import FLAG, LABEL, OBJECT, PROMPT, SAMPLING, TEMPLATE, check_fields, only
 from shell.guards import events, read_body
 
@@ -93,6 +94,6 @@ def add_routes(app, answer, frontend, model: str):
     @app.get("/v1/models/<path:name>")          # a folder's name has slashes
     def models(name: str):
         if name not in ("", model.lstrip("/")):
-            raise BadRequest(f"The only model here is {model!r}; ask for that.", 404)
+            abort(404, f"The only model here is {model!r}; ask for that.")
         entry = dict(id=model, object="model", created=0, owned_by="local")
         return entry if name else dict(object="list", data=[entry])

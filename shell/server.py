@@ -16,10 +16,10 @@ import time
 from contextlib import suppress
 from functools import partial
 
-from flask import Flask, Response, request
+from flask import Flask, Response, abort, request
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
-from common.requests import END, BadRequest, ClientDisconnected, Request, RequestError, Unavailable
+from common.requests import END, ClientDisconnected, Request, RequestError, Unavailable
 from shell import exit_process, guards, handle_signals, openai, page, to_json
 from shell.frontend import PROMPT, SAMPLING, check_fields
 from shell.texts import result_json
@@ -114,7 +114,7 @@ class Server:
             if self.closing:
                 raise Unavailable(SHUTTING_DOWN)
             if len(self.open) == self.most:
-                raise BadRequest(f"{self.most} requests wait or run already; try again later.", 429)
+                abort(429, f"{self.most} requests wait or run already; try again later.")
             asked = self.frontend.request(received=received, **fields)
             if gone():
                 raise ClientDisconnected("The client hung up.")

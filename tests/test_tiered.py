@@ -614,7 +614,7 @@ def test_nobody_waits_for_storage_once_the_device_has_it():
 def opened(backend):
     """Context manager: return (an open storage, three keys, an array for each key)."""
     storage = store.Storage(backend)
-    storage.open(Worker)
+    storage.open(Worker, {})
     yield storage, [bytes([number]) * 32 for number in range(3)], [numpy.zeros(8, "u1") for _ in range(3)]
     storage.close()
 
