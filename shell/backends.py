@@ -306,16 +306,14 @@ def configuration(text: str) -> dict:
     """An argparse type: a JSON object, @FILE.toml, or @FILE with JSON, in UTF-8.
 
     Errors never quote the text, which may hold secrets."""
-    words, parse = "give a JSON object, or @FILE with one", json.loads
     try:
-        if text.startswith("@"):
-            words, file = "no such file in UTF-8 can be read: correct the path behind @", Path(text[1:])
-            text, words = file.expanduser().read_text("utf-8-sig"), "give a JSON object in the file"
-            if file.suffix == ".toml":
-                words = "TOML needs Python 3.11 or newer, and lines such as limit_gb = 4"
-                parse = import_module("tomllib").loads
-        return dict(**parse(text))
+        if not text.startswith("@"):
+            return dict(**json.loads(text))
+        file = Path(text[1:]).expanduser()
+        parse = import_module("tomllib").loads if file.suffix == ".toml" else json.loads
+        return dict(**parse(file.read_text("utf-8-sig")))
     except (ImportError, OSError, TypeError, ValueError, RuntimeError):
+        words = "give a JSON object, or @FILE with one in UTF-8; TOML (@FILE.toml) needs Python 3.11 or newer"
         raise argparse.ArgumentTypeError(words) from None
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from common.requests import Request, RequestError
-from shell import charts, checkpoint, exit_process, handle_signals, interrupt, lesson, limits, texts, to_json
-from shell.frontend import Frontend, check_messages
+from shell import charts, checkpoint, exit_process, handle_signals, interrupt, lesson, limits, to_json
+from shell.frontend import Frontend, check_messages, result_json
 
 
 def bounded(kind, low, high):
@@ -113,7 +113,7 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
             engine.close()
             if dropped := engine.counts["writes_dropped"]:
                 print(f"Storage was slow, full or broken: {dropped} writes were dropped.", file=sys.stderr)
-        report, timelines = texts.result_json(result), [result.timeline]
+        report, timelines = result_json(result), [result.timeline]
 
     # 4. The files of --json and --trace
     if arguments.json:

@@ -6,7 +6,8 @@ import time
 import torch
 
 from common.requests import BadRequest, Request
-from shell import checkpoint, texts
+from models.classroom import facts
+from shell import checkpoint
 from shell.frontend import Frontend
 from shell.machine import flops, machine_of
 
@@ -42,7 +43,7 @@ def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
     """Return a text of facts with at least `tokens` tokens. If `secret` is given, it is the only password."""
     text = f"Read this: {secret}".rstrip()
     while len(frontend.tokenizer.encode(text)) < tokens:
-        fact = texts.draw_fact(rng, texts.Level())
+        fact = facts.draw_fact(rng, facts.Level())
         if not secret or fact.kind != "password":
             text += " " + fact.statement
     return text
@@ -83,7 +84,7 @@ def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:
     The last message is a question."""
     told, messages = {}, []
     while True:
-        drawn = texts.draw_fact(rng, texts.Level())
+        drawn = facts.draw_fact(rng, facts.Level())
         fact = told.setdefault(drawn.question, drawn)   # a question has only one answer
         asked = rng.choice(list(told.values()))
         said = ("user", fact.statement), ("assistant", "I will remember that."), ("user", asked.question)

@@ -21,8 +21,7 @@ from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
 from common.requests import END, ClientDisconnected, Request, RequestError, Unavailable
 from shell import exit_process, guards, handle_signals, openai, page, to_json
-from shell.frontend import PROMPT, SAMPLING, check_fields
-from shell.texts import result_json
+from shell.frontend import PROMPT, SAMPLING, check_fields, result_json
 
 # Requests at a time. The process needs file descriptors for other files, too.
 MAX_REQUESTS = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
