@@ -345,15 +345,16 @@ class HiddenCache(Cache):
 
     def submitted(self, request):
         if self.storage:
-            cacheable = request.chain[: request.history // self.pool.block_size]
-            keys = [self.store.digest(block_key) for block_key in cacheable]
+            blocks = request.history // self.pool.block_size
+            keys = [self.store.digest(block_key) for block_key in request.chain[:blocks]]
             self.hold(f"ask {request.id}", self.storage.ask(keys, len(self.store.parts)))
 
     def match(self, request):
         size, first = self.pool.block_size, request.computed // self.pool.block_size
         if locations := self.store.find(request.chain[first : request.history // size]):
             tokens = (first + len(locations)) * size - request.computed
-            disk = min(tokens, size * len(self.store.stored(locations)))
+            inside = request.computed % size if isinstance(locations[0], Stored) else 0  # computed already
+            disk = size * len(self.store.stored(locations)) - inside
             found = {tier: count for tier, count in (("cpu", tokens - disk), ("disk", disk)) if count > 0}
             seconds = self.seconds(request.computed, request.computed + tokens, locations)
             return Match(tokens, seconds, locations, found, rows=tokens)

@@ -289,13 +289,12 @@ class PlannedCache(hidden_states.HiddenCache):
     def restore_layer(self, loading, layer):
         """Restore a layer by its letter; yield each transfer that must complete first. Layer 0 recomputes all
         R layers, so a later R layer has nothing left to do."""
-        letters = self.letters
-        if letters[layer] == "H":
+        if self.letters[layer] == "H":
             yield from super().restore_layer(loading, layer)
-        elif letters[layer] == "K":
+        elif self.letters[layer] == "K":
             yield loading.transfers[layer]
         elif layer == 0:
-            yield from self.recompute(loading, letters.count("R"))
+            yield from self.recompute(loading, self.letters.count("R"))
 
     def recompute(self, loading, layers: int):
         """Recompute the first `layers` layers for all tokens of the restoration, and store their K and V.
