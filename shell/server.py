@@ -46,8 +46,7 @@ class Server:
 
     def __init__(self, engine, frontend, info: dict, most: int = MAX_REQUESTS):
         self.engine, self.frontend, self.info, self.most = engine, frontend, info, most
-        cache = getattr(getattr(engine, "lower_tier", None), "cache", None)
-        self.cache = cache if hasattr(cache, "tree") else None  # chapter 07's
+        self.cache = getattr(getattr(engine, "lower_tier", None), "cache", None)    # chapter 01 has none
         self.lock = threading.Lock()            # encode one prompt at a time: it may take much memory
         self.open: list[Request] = []           # requests whose pieces a thread reads
         self.jobs = queue.SimpleQueue()         # (function to run between two steps, queue for its result)
