@@ -197,6 +197,8 @@ def demo(model, frontend: Frontend, arguments):
 
     # 2. Verify the tokens before any time is printed
     verified = equal_to_transformers(model, arguments.model, requests)
+    if model.same_bits:  # each decoded token has the bits of a prefill of the same text
+        lesson.verify(Engine(model, kv_cache=False), requests)
 
     # 3. The cost of each turn
     print("TTFT: time to first token. TBT: mean time between later tokens.\n"
@@ -218,10 +220,8 @@ def demo(model, frontend: Frontend, arguments):
         for length in lengths
     }
     rows += lesson.table("TTFT against history", lesson.in_turn(ways), "ttft_ms", "ms")
-    print(
-        "\nIn a conversation, all of this history was computed in an earlier turn, and then dropped.\n"
-        "What should be kept, and how should it come back? Each of the next chapters has an answer."
-    )
+    print("\nIn a conversation, all of this history was computed in an earlier turn, and then dropped.\n"
+          "What should be kept, and how should it come back? Each of the next chapters has an answer.")
     return dict(link=None, verified=verified, rows=rows), [request.timeline for request in requests]
 
 

@@ -60,16 +60,15 @@ import torch
 
 from common import link as links
 from common.cache import Cache, Match
-from common.estimates import FULL_SPEED, Estimates
+from common.estimates import FULL_SPEED
 from common.link import Speed
 from common.llama import upload
 from common.requests import Request
-from common.restoring import Restorer
 from common.store import Stored, StoredChunks
 from shell import charts, cli, hardware, lesson
 from shell.backends import in_directories
 from shell.frontend import Frontend
-from shell.machine import machine_of
+from shell.lower_tier import restorer
 from shell.workers import Worker, as_integers
 
 paged = importlib.import_module("02_paged_kv")
@@ -346,8 +345,8 @@ class HiddenCache(Cache):
 
     def submitted(self, request):
         if self.storage:
-            cacheable = request.chain[: request.history // self.pool.block_size]
-            keys = [self.store.digest(block_key) for block_key in cacheable]
+            blocks = request.history // self.pool.block_size
+            keys = [self.store.digest(block_key) for block_key in request.chain[:blocks]]
             self.hold(f"ask {request.id}", self.storage.ask(keys, len(self.store.parts)))
 
     def match(self, request):
@@ -604,7 +603,7 @@ def demo(model, frontend: Frontend, arguments):
 
 def engine_of(model, blocks: int, cache) -> paged.Engine:
     """-> an engine of `blocks` device blocks that always restores what `cache` offers."""
-    return paged.Engine(paged.Runner(model, blocks), Restorer(cache, Estimates(machine_of(model), True)))
+    return paged.Engine(paged.Runner(model, blocks), restorer(model, cache, always=True))
 
 
 # 4. Main ---------------------------------------------------------------------------------------
@@ -630,8 +629,7 @@ def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
     blocks = hardware.host_blocks(model, arguments, block_bytes)
     storage = in_directories(arguments.disk, arguments.disk_limit) if arguments.disk else None
     cache = kind(blocks, hardware.bandwidth(model, arguments.link), storage)
-    estimates = Estimates(machine_of(model), arguments.always_restore)
-    engine = paged.make_engine(model, arguments, Restorer(cache, estimates))
+    engine = paged.make_engine(model, arguments, restorer(model, cache, arguments.always_restore))
     words = f"{blocks} blocks of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB"
     print(f"Host: {words}, over a {cache.load_link}", file=sys.stderr)
     times = config.hidden_size * config.num_hidden_layers / config.kv_numbers_per_token

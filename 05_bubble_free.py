@@ -176,24 +176,6 @@ def closed_form(layers: int, costs: LayerCosts) -> str:
     return "R" * (layers - hidden) + "H" * hidden
 
 
-def bound_seconds(layers: int, costs: LayerCosts) -> float:
-    """Return a lower bound of the seconds of every plan, even of plans that divide the tokens of a layer.
-
-    Let a second of the processor cost `price` and a second of the link 1 - `price`. A restoration of t
-    seconds uses each lane for at most t seconds, so it costs at most t. So t is at least the sum, over the
-    layers, of the cheapest way's cost, plus the question's cost. One layer is left out of the sum, because
-    the last R layer is only projected, and so may cost less than any way here. The result is the largest of
-    these bounds over all prices."""
-    # Seconds of each way on the processor and on the link
-    ways = (costs.recompute, 0.0), (costs.project, costs.load_states), (0.0, costs.load_kv)
-
-    def paid(price: float) -> float:
-        cheapest = min(price * busy + (1 - price) * link for busy, link in ways)
-        return price * layers * costs.question + (layers - 1) * cheapest
-
-    return max(paid(step / 200) for step in range(201))
-
-
 # 2. The cache ----------------------------------------------------------------------------------
 
 class PlannedCache(hidden_states.HiddenCache):
@@ -234,9 +216,9 @@ class PlannedCache(hidden_states.HiddenCache):
         for storage in self.storage.storages if self.storage else ():
             size = self.pool.block_size * self.width * self.model.dtype.itemsize  # of a block in a layer
             storage.measure(size, self.pool.num_blocks(tokens)).completed.wait(MEASURE_SECONDS)
-        stored = 1.0 if self.storage else 0.0
+        stored, plans = (1.0, divisions(layers)) if self.storage else (0.0, [])
         costs, shorter = (self.costs(0, end, stored) for end in (tokens, min(SHORTER, tokens)))
-        if kept := [letters for letters in divisions(layers) if self.has_files(letters)]:
+        if kept := [letters for letters in plans if self.storage.find(self.plan_key(letters))]:
             return min(kept, key=partial(plan_seconds, costs=costs))
         return best_plan(layers, costs, shorter) if self.asked == "best" else closed_form(layers, costs)
 
@@ -254,10 +236,6 @@ class PlannedCache(hidden_states.HiddenCache):
         _, operations = measure(self.model, partial(self.engine.runner.compute, batch, 1))
         self.pool.release(table)
         return operations
-
-    def has_files(self, letters: str) -> bool:
-        """Return True if storage holds blocks of this plan."""
-        return bool(self.storage and self.storage.find(self.plan_key(letters)))
 
     def plan_key(self, letters: str) -> bytes:
         """Return the storage key of a plan's marker: an empty value that is stored along with its blocks."""
@@ -311,13 +289,12 @@ class PlannedCache(hidden_states.HiddenCache):
     def restore_layer(self, loading, layer):
         """Restore a layer by its letter; yield each transfer that must complete first. Layer 0 recomputes all
         R layers, so a later R layer has nothing left to do."""
-        letters = self.letters
-        if letters[layer] == "H":
+        if self.letters[layer] == "H":
             yield from super().restore_layer(loading, layer)
-        elif letters[layer] == "K":
+        elif self.letters[layer] == "K":
             yield loading.transfers[layer]
         elif layer == 0:
-            yield from self.recompute(loading, letters.count("R"))
+            yield from self.recompute(loading, self.letters.count("R"))
 
     def recompute(self, loading, layers: int):
         """Recompute the first `layers` layers for all tokens of the restoration, and store their K and V.
@@ -357,12 +334,11 @@ class PlannedCache(hidden_states.HiddenCache):
 def describe_plan(letters: str, costs: LayerCosts, tokens: int) -> dict:
     """Return the plan as the web page shows it above the timeline, with its predicted time and costs in
     ms."""
-    predicted_ms = 1e3 * plan_seconds(letters, costs)
+    predicted_ms, rows = 1e3 * plan_seconds(letters, costs), [["layers", letters]]
     title = f"{tokens} tokens: {predicted_ms:.1f} ms predicted, with the question"
     legend = dict(R="recomputed", H="projected from hidden states", K="loaded as K and V")
     costs_ms = {name: 1e3 * seconds for name, seconds in costs._asdict().items()}  # of one layer
-    plan = dict(title=title, rows=[["layers", letters]], legend=legend)
-    return dict(plan, predicted_ms=predicted_ms, costs_ms=costs_ms)
+    return dict(title=title, rows=rows, legend=legend, predicted_ms=predicted_ms, costs_ms=costs_ms)
 
 
 # 3. The demo -----------------------------------------------------------------------------------
@@ -410,6 +386,24 @@ def demo(model, frontend: Frontend, arguments):
     print("A slower link shifts the plan towards R and H, a faster link towards K.\n"
           "All of it was in host memory. What if it is in much slower storage? Chapter 06.")  # fmt: skip
     return dict(report, rows=rows), [asked[-1].timeline]
+
+
+def bound_seconds(layers: int, costs: LayerCosts) -> float:
+    """Return a lower bound of the seconds of every plan, even of plans that divide the tokens of a layer.
+
+    Let a second of the processor cost `price` and a second of the link 1 - `price`. A restoration of t
+    seconds uses each lane for at most t seconds, so it costs at most t. So t is at least the sum, over the
+    layers, of the cheapest way's cost, plus the question's cost. One layer is left out of the sum, because
+    the last R layer is only projected, and so may cost less than any way here. The result is the largest of
+    these bounds over all prices."""
+    # Seconds of each way on the processor and on the link
+    ways = (costs.recompute, 0.0), (costs.project, costs.load_states), (0.0, costs.load_kv)
+
+    def paid(price: float) -> float:
+        cheapest = min(price * busy + (1 - price) * link for busy, link in ways)
+        return price * layers * costs.question + (layers - 1) * cheapest
+
+    return max(paid(step / 200) for step in range(201))
 
 
 # 4. Main ---------------------------------------------------------------------------------------

@@ -66,15 +66,14 @@ import torch
 
 from common import link as links
 from common.cache import Cache, Match, Restoration
-from common.estimates import Estimates
 from common.llama import upload
 from common.requests import Request
-from common.restoring import Restorer
 from common.store import StoredChunks
-from shell import charts, cli, hardware, lesson, modelled_link
+from shell import charts, cli, hardware, lesson
 from shell.backends import in_directories
 from shell.frontend import Frontend
-from shell.machine import machine_of
+from shell.lower_tier import restorer
+from shell.modelled_link import Bandwidth, speed
 from shell.modelled_storage import ModelledStorage
 from shell.workers import Worker, as_integers
 
@@ -195,8 +194,8 @@ class BidirectionalCache(Cache):
                 share = self.share or 1e-9  # with --share 0 prefill gets nothing
             first = max(start, run[0][0] * CHUNK)  # the tokens before it must be computed
             gap = estimates.seconds_to_compute(start, first)
+            seconds, _ = time_to_meet(load, estimates.seconds_to_compute(start, end) / share)
             if self.share or self.leftover:
-                seconds, _ = time_to_meet(load, estimates.seconds_to_compute(start, end) / share)
                 seconds = max(seconds, gap / share)
             else:
                 seconds = self.seconds_to_load(queued + end - first) + gap  # prefill starts after loading
@@ -245,7 +244,7 @@ class BidirectionalCache(Cache):
             for _, block, transfer in reading:  # cancel the reads that have not begun
                 transfer.cancel()
                 self.hold(f"place {block}", [transfer], given=[(self.staging, [block])])
-            request.timeline.plan = describe_plan(restoration)
+            request.timeline.plan = charts.describe_chunks(restoration, CHUNK)
 
     def read_ahead(self, unread: list, reading: deque):
         """Start to read chunks, the last one first, until no staging block is free. Move each of them from
@@ -398,15 +397,6 @@ def quantize(kv):
     return (kv.float() / scales.float()).round().clamp(-127, 127).to(torch.int8), scales
 
 
-def describe_plan(restoration) -> dict:
-    """Return how each chunk was restored, one letter for each chunk, as the web page shows it."""
-    start, met, end, letters = restoration.start, restoration.limit, restoration.end, ""
-    for first in range(start - start % CHUNK, end, CHUNK):
-        letters += "L" if first >= met else "C" if first + CHUNK <= met else "B"
-    title = f"Tokens {start} to {met} computed, up to {end} loaded"
-    return dict(title=title, rows=[["chunks", letters]], legend=dict(C="computed", B="both", L="loaded"))
-
-
 # 3. The demo -----------------------------------------------------------------------------------
 
 WAYS = "only computing", "only loading", "both"
@@ -432,14 +422,11 @@ def demo(model, frontend: Frontend, arguments):
     if storage.bandwidth and arguments.storage is None:
         seconds = statistics.median(ways["only computing"]() for _ in range(lesson.ROUNDS)) / 1e3
         even = cache.chunk_bytes * len(prompt) / CHUNK / seconds  # bytes/s
-        speeds = {
-            "as fast as computing": modelled_link.Bandwidth(even),
-            "four times slower or faster": modelled_link.Bandwidth(even / 4, 4 * even, seconds=seconds / 5),
-            "twenty times faster": modelled_link.Bandwidth(20 * even),
-        }
+        speeds = {"as fast as computing": Bandwidth(even)}
+        speeds["four times slower or faster"] = Bandwidth(even / 4, 4 * even, seconds=seconds / 5)
+        speeds["twenty times faster"] = Bandwidth(20 * even)
     for words, storage.bandwidth in speeds.items():
-        samples = lesson.in_turn(ways)
-        taken[words] = str(cache.storage), samples, last["both"]
+        taken[words] = lesson.in_turn(ways), str(cache.storage), last["both"]
     verified = lesson.verify(paged.baseline.Engine(model), [*asked, *last.values()])
 
     # 3. Show
@@ -453,8 +440,7 @@ def demo(model, frontend: Frontend, arguments):
 
 def ask_again(engine, prompt: list[int], way: str, last: dict) -> float:
     """Ask when only storage has the history. `way`: one of WAYS. Returns: TTFT in ms."""
-    lesson.wait_until_idle(engine)
-    engine.evict("device")
+    lesson.wait_until_idle(engine, evict="device")
     engine.lower_tier.cache.share = 0.0 if way == "only loading" else 1.0
     last[way] = request = Request(prompt, 2, must_compute=way == "only computing")
     if bandwidth := engine.lower_tier.cache.storage.storages[0].bandwidth:
@@ -466,24 +452,19 @@ def ask_again(engine, prompt: list[int], way: str, last: dict) -> float:
 def show(taken: dict) -> list[dict]:
     """Print a table, a plan and a chart for each storage. Returns: the rows for --json."""
     rows = []
-    for words, (storage, samples, both) in taken.items():
+    for words, (samples, storage, both) in taken.items():
         rows += lesson.table(f"TTFT, storage {words} ({storage})", samples, "ttft_ms", "ms")
         compute, load, ours = (statistics.median(samples[way]) for way in WAYS)
         found, bound = both.found.get("storage", 0), load * compute / (load + compute)
         rows.append(dict(table=words, computed=both.prompt_tokens - found, loaded=found, bound_ms=bound))
         plan = both.timeline.plan["rows"][0][1] if found else ""
         print(f"  both |{plan}| (C: computed, B: partly, L: loaded)\n{charts.chart(both.timeline)}")
-        print(
-            f"  {found} tokens came from storage. The faster way alone takes "
-            f"{min(compute, load) / ours:.2f} times as long. Both take\n  {ours / bound:.2f} times the bound "
-            f"l c / (l + c) = {bound:.0f} ms, where l is only loading and c only computing.\n"
-        )
+        gain, excess = min(compute, load) / ours, ours / bound
+        print(f"  {found} tokens came from storage. The faster way takes {gain:.2f} times as long as both.")
+        print(f"  Both take {excess:.2f} times l c / (l + c) = {bound:.0f} ms (l: load, c: compute).\n")
     if len(taken) > 1:
-        print(
-            "If loading takes as long as computing, both together take about half of it. If the speed of\n"
-            "storage changes, they meet at another token. If loading takes a twentieth of computing's time,\n"
-            "computing can save a twentieth of it at most, and its short steps may cost more than that."
-        )
+        print("If the speed of storage changes, both meet at another token. If loading takes a twentieth")
+        print("of the time, both can save a twentieth at most, and the short steps may cost more than that.")
     print("What if a history is spread over three tiers, and only the last one is slow? Chapter 07.")
     return rows
 
@@ -492,15 +473,12 @@ def show(taken: dict) -> list[dict]:
 
 def add_arguments(parser):
     paged.add_arguments(parser)
-    where, add, number = parser.add_mutually_exclusive_group(), parser.add_argument, cli.bounded
-    words = "speed of modelled storage (default: auto, as fast as computing); several speeds take turns"
-    where.add_argument("--storage", type=modelled_link.speed, metavar="GB/S[:GB/S...@SECONDS]", help=words)
-    words = "keep chunks in files in DIR instead; may be repeated"
-    where.add_argument("--disk", type=Path, action="append", metavar="DIR", help=words)
-    size = number(float, 1e-6, 1e6)
+    where, add = parser.add_mutually_exclusive_group().add_argument, parser.add_argument
+    where("--storage", type=speed, metavar="GB/S", help="speed of modelled storage (auto)")
+    where("--disk", type=Path, action="append", metavar="DIR", help="keep chunks in files; may be repeated")
+    size, share = cli.bounded(float, 1e-6, 1e6), cli.bounded(float, 0, 1)
     add("--disk-limit", type=size, default=10, metavar="GB", help="size of all chunks in storage (10)")
-    words = "largest part of a step that a prefill takes beside other requests (1); 0: only load"
-    add("--share", type=number(float, 0, 1), default=1.0, metavar="SHARE", help=words)
+    add("--share", type=share, default=1.0, help="most of a step for prefill beside others; 0: only load")
     words = "tokens of a step for a prefill: its --share (default), or the ones that other requests leave"
     add("--compute", choices=["share", "leftover"], default="share", help=words)
     add("--bits", type=int, choices=[8], help="store K and V in 8 bits: fewer bytes, but not exact")
@@ -513,13 +491,12 @@ def make_engine(model, arguments) -> paged.Engine:
     modelled = ModelledStorage(1e9 * limit, asked or 1e9)
     storage = in_directories(arguments.disk, limit) if arguments.disk else StoredChunks(modelled)
     cache = BidirectionalCache(storage, arguments.share, arguments.compute == "leftover", arguments.bits)
-    estimates = Estimates(machine_of(model), arguments.always_restore)
-    engine = paged.make_engine(model, arguments, Restorer(cache, estimates))
+    engine = paged.make_engine(model, arguments, restorer(model, cache, arguments.always_restore))
     tokens = model.config.max_position_embeddings // 2
     seconds = cache.estimates.seconds_to_compute(0, tokens)
     if not (arguments.disk or asked) and math.isfinite(seconds):
         size = tokens * model.config.kv_numbers_per_token * model.dtype.itemsize
-        modelled.bandwidth = modelled_link.Bandwidth(size / seconds)
+        modelled.bandwidth = Bandwidth(size / seconds)
     print(f"Chunks of {CHUNK} tokens, {cache.chunk_bytes / 1e6:.2f} MB, in {storage}", file=sys.stderr)
     return engine
 

@@ -56,12 +56,10 @@ from itertools import islice, takewhile
 
 from common import link as links
 from common.cache import Match
-from common.estimates import Estimates
 from common.requests import BadRequest, Request
-from common.restoring import Restorer
 from shell import backends, charts, cli, hardware, lesson, modelled_link
 from shell.frontend import Frontend
-from shell.machine import machine_of
+from shell.lower_tier import restorer
 from shell.workers import HANG_SECONDS, Worker, as_integers
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -126,9 +124,8 @@ class HiRadixTree:
         node, at, first, spans = self.root, 0, len(chain) - len(run), []
         while at < len(chain) and (node := node.children.get(chain[at])):
             ours = chain[at : at + len(node.pages)]
-            same = len(ours)
-            if ours != node.pages[:same]:  # the chain leaves the node before its end
-                same = next(n for n, page in enumerate(ours) if page is not node.pages[n])
+            # The chain may leave the node before its end
+            same = next((n for n, page in enumerate(ours) if page is not node.pages[n]), len(ours))
             if at + same > first:
                 spans.append((node, slice(max(0, first - at), same)))
             at += same
@@ -252,14 +249,11 @@ class TieredCache(offload.HostCache):
 
     fields = {}
     direction = 1  # 1: storage reads the first page first; -1: the last page first
-    # The server opens, attaches and shows storage with these
+    # The server opens and attaches storage with these
     open_storage, attach_storage = staticmethod(backends.open_storage), backends.attach_storage
-    pages_in_storage = backends.pages_in_storage
 
-    def __init__(
-        self, blocks: int, bandwidth=None, storage=None, prefetch="timeout", write="write_through",
-        layout="page_first_direct", threshold=256, timeout=(1.0, 0.25), io_backend=None,
-    ):  # fmt: skip
+    def __init__(self, blocks: int, bandwidth=None, storage=None, prefetch="timeout", write="write_through",
+                 layout="page_first_direct", threshold=256, timeout=(1.0, 0.25), io_backend=None):
         """Keep the settings; `attach` allocates host memory and opens storage.
 
         blocks: number of pages in host memory.
@@ -291,7 +285,7 @@ class TieredCache(offload.HostCache):
             engine.block_keys = paged.BlockKeys(namespace, self.pool.block_size)
         self.pages_at_once = max(1, READ // self.pool.block_size)
         if self.storage:
-            self.storage.open(partial(Worker, wake=engine.wake.set))
+            self.storage.open(partial(Worker, wake=engine.wake.set), self.counts)
             self.measure_storage()
 
     def host_memory(self, shape):
@@ -356,9 +350,8 @@ class TieredCache(offload.HostCache):
     def after_gap(self, block_key) -> bool:
         """Return True if the parent page is missing from every lower tier and not on its way to one."""
         parent = block_key.parent
-        if parent is None or self.has_block(parent) or parent in self.writing:
-            return False
-        return not any(node.stored for node, _ in self.tree.spans([parent]))
+        below = parent is None or self.has_block(parent) or parent in self.writing
+        return not (below or any(node.stored for node, _ in self.tree.spans([parent])))
 
     def on_saved(self, request, transfer, block_keys, arrived: bool):
         super().on_saved(request, transfer, block_keys, arrived)
@@ -437,14 +430,11 @@ class TieredCache(offload.HostCache):
         engine waits. A chain's head is copied before its tail.
 
         leaving: (device block, page) pairs."""
-        block_of, dirty = {block_key: block for block, block_key in leaving}, []
-        for node in self.tree.change(block_of):
-            node.device = False
-            dirty += [page for page in self.to_write(node) if not self.has_block(page)]
+        block_of = {page: block for block, page in leaving}
         if self.write_policy == "write_back":
+            dirty = [page for node in self.tree.change(block_of) for page in self.to_write(node)]
+            dirty = [page for page in dirty if not self.has_block(page)]
             self.counts["dirty_evicted"] += len(dirty)
-            # Pages after these may be evicted from host memory meanwhile, and must not count as after a gap
-            self.saving.update(on_their_way := dict.fromkeys(dirty))
             # The first requests in the queue, which may be the cause of this eviction, need their host pages
             needed = set().union(*(one.chain for one in islice(self.engine.waiting, RETRY_REQUESTS)))
             room = partial(self.host.make_room, keep=needed.union(() if self.storage else dirty))
@@ -459,8 +449,9 @@ class TieredCache(offload.HostCache):
                     copy.cancel()
                     self.hold("save", [copy], (self.host, host_blocks))  # a late copy still writes to them
                 self.host.release(host_blocks)
-            for page in on_their_way:
-                del self.saving[page]
+        # Only now: pages that host memory evicted meanwhile must not count as after a gap
+        for node in self.tree.change(block_of):
+            node.device = False
         self.count_lost(block_of)
 
     def on_evict_l2(self, leaving: list):
@@ -476,8 +467,7 @@ class TieredCache(offload.HostCache):
             self.write_l3(host_block_of, leaving=True)
         for node in self.tree.change(host_block_of):
             node.host_blocks = []
-        for page in host_block_of:
-            self.unwritten.pop(page, None)
+        self.unwritten = {page: page for page in self.unwritten if page not in host_block_of}
         self.count_lost(host_block_of if self.storage else ())
 
     def count_lost(self, pages):
@@ -486,8 +476,7 @@ class TieredCache(offload.HostCache):
         A page is lost if the write policy wanted it in a lower tier, and it is now in no tier and not on its
         way to storage. If there is storage, its write is dropped."""
         lost = [page for node in self.tree.change(pages) if not node.is_local for page in self.to_write(node)]
-        self.counts["pages_lost"] += len(lost)
-        self.counts["writes_dropped"] += len(lost) if self.storage else 0
+        self.counts.update(pages_lost=len(lost), writes_dropped=len(lost) if self.storage else 0)
         for node in self.tree.change(lost):
             node.wanted = False  # count each page once
 
@@ -759,8 +748,7 @@ def demo(model, frontend: Frontend, arguments):
     The first part asks more conversations than L1 and L2 hold, all with the same system prompt. It asks them
     of engines with one, two and three tiers, and of an engine whose L3 another engine has filled. The second
     part times each prefetch policy where reading from L3 takes as long as computing."""
-    rng, most = random.Random(0), lesson.context(model, frontend)
-    new = max(4, min(arguments.max_tokens, 12) * most // frontend.context)
+    rng, most, new = random.Random(0), lesson.context(model, frontend), max(4, min(arguments.max_tokens, 12))
     size, device, host = arguments.block_size, arguments.gpu_blocks, arguments.cpu_blocks
     context = min([most, *(size * blocks for blocks in (device, host) if blocks)])
     system = dict(role="system", content=lesson.document(frontend, rng, context // 16))
@@ -768,29 +756,29 @@ def demo(model, frontend: Frontend, arguments):
     pages = -(-(max(len(frontend.encode(None, talk)) for talk in talks) + 3 * new + 32) // size)
     device, host = device or 2 * pages, host or 10 * pages // 3
     lesson.check_room(dict(device=device, host=host), pages, size)
-    options, engines = vars(arguments) | dict(gpu_blocks=device, hicache_ratio=None, hicache_size=None), {}
+    fixed, engines = dict(gpu_blocks=device, hicache_ratio=None, hicache_size=None), {}
+    options = argparse.Namespace(**vars(arguments) | fixed)
     with tempfile.TemporaryDirectory() as folder:
         url = arguments.storage or f"file:{folder}"
         ways = {"L1": (1, None), "L1, L2": (host, None), "L1, L2, L3": (host, url)}
-        for name, (host_blocks, storage) in {**ways, "L1, L2, L3 of another engine": (host, url)}.items():
-            given = argparse.Namespace(**options | dict(cpu_blocks=host_blocks, storage=storage))
-            engine = engines[name] = make_engine(model, given)
+        ways["L1, L2, L3 of another engine"] = host, url
+        for name, (options.cpu_blocks, options.storage) in ways.items():
+            engine = engines[name] = make_engine(model, options)
         # 1. Ask each conversation twice, in random order
         taken = {name: converse(engine, frontend, talks, new) for name, engine in engines.items()}
         # 2. Time a long history that only storage holds, under each policy
         text = lesson.document_for(engine, frontend, rng, min(most, 2048) // 2, [lesson.SECRET], 2)
         prompt = frontend.request(messages=[dict(role="user", content=text)]).tokens
-        asked = policies(dict.fromkeys(PREFETCH, engine), prompt)
+        slow_storage(engine, prompt, lesson.ask(engine, prompt).ttft_ms / 1e3)
+        asked = lesson.in_turn({policy: partial(ask_under, policy, engine, prompt) for policy in PREFETCH})
         for engine in engines.values():
             engine.close()
     answers = sum(taken.values(), [requests[-1] for requests in asked.values()])
     verified = lesson.verify(paged.baseline.Engine(model), answers)
 
-    report = dict(link=lesson.describe_link(engine.lower_tier.cache.load_link), verified=verified)
-    sizes = f"L1 has {device} pages, L2 {host}; write policy: {arguments.write_policy}"
-    print(f"{TALKS} conversations of up to {pages} pages, each asked twice; {sizes}\n")
-    report |= dict(rows=show_tiers(taken) + show_policies(asked), counters=engine.counters())
-    return report, [asked["wait_complete"][-1].timeline]
+    print(f"{TALKS} conversations of up to {pages} pages, asked twice; L1 has {device} pages, L2 {host}")
+    report = dict(link=lesson.describe_link(engine.lower_tier.cache.load_link), rows=show(taken, asked))
+    return dict(report, verified=verified, counters=engine.counters()), [asked["wait_complete"][-1].timeline]
 
 
 def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]:
@@ -804,39 +792,40 @@ def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]
     return asked
 
 
-def policies(engines: dict, prompt: list[int]) -> dict[str, list[Request]]:
-    """Ask the same prompt under each prefetch policy.
-
-    Only L3 holds the prompt's pages, and reading them takes as long as computing them.
-    `engines`: policy -> the engine to ask. Returns: policy -> its requests."""
-    engine = next(iter(engines.values()))
-    seconds = lesson.ask(engine, prompt).ttft_ms / 1e3  # the engine computes the whole prompt
-    size = len(prompt) / engine.pool.block_size * engine.lower_tier.cache.host.block_bytes
-    for each in engines.values():
-        each.lower_tier.estimates.always, cache = True, each.lower_tier.cache
-        cache.storage.bandwidth, cache.timeout = modelled_link.Bandwidth(size / seconds), (seconds / 3, 0.0)
-        cache.measure_storage()
-
-    def ask(policy: str) -> Request:
-        asked = engines[policy]
-        lesson.wait_until_idle(asked)
-        asked.evict("host")
-        asked.lower_tier.cache.prefetch_policy = policy
-        return lesson.ask(asked, prompt, 2, "device")
-
-    return lesson.in_turn({policy: partial(ask, policy) for policy in engines})
+def slow_storage(engine, prompt: list[int], seconds: float):
+    """Make storage so slow that it reads the prompt's pages in `seconds`, and switch the guard off."""
+    cache, engine.lower_tier.estimates.always = engine.lower_tier.cache, True
+    size = len(prompt) / engine.pool.block_size * cache.host.block_bytes
+    cache.storage.bandwidth, cache.timeout = modelled_link.Bandwidth(size / seconds), (seconds / 3, 0.0)
+    cache.measure_storage()
 
 
-def show_tiers(taken: dict[str, list[Request]]) -> list[dict]:
-    """Print TTFT, and the shares of the prompts' tokens that each tier held. Returns: rows for --json."""
-    times = {name: [one.ttft_ms for one in asked[TALKS:]] for name, asked in taken.items()}
+def ask_under(policy: str, engine, prompt: list[int]) -> Request:
+    """Ask under a prefetch policy, when only storage has the prompt's pages."""
+    lesson.wait_until_idle(engine, evict="host")
+    engine.lower_tier.cache.prefetch_policy = policy
+    return lesson.ask(engine, prompt, 2, evict="device")
+
+
+def show(taken: dict[str, list[Request]], asked: dict[str, list[Request]]) -> list[dict]:
+    """Print the TTFT of all engines, and the share of the prompts' tokens that each tier held. Then print the
+    TTFT under each policy, and a timeline.
+
+    `taken`: engine -> its requests. `asked`: policy -> its requests. Returns: rows for --json."""
+    times = {name: [one.ttft_ms for one in requests[TALKS:]] for name, requests in taken.items()}
     rows = lesson.table("TTFT, the second time", times, "ttft_ms", "ms")
     print(f"\n{'the second time':30}{'L1':>6}{'L2':>6}{'L3':>6}  computed")
-    for row, asked in zip(rows, taken.values()):
-        row |= (found := shares(asked[TALKS:]))
-        row["first_time_from_storage"] = first = shares(asked[:TALKS])["storage"]
+    for row, requests in zip(rows, taken.values()):
+        row |= (found := shares(requests[TALKS:]))
+        row["first_time_from_storage"] = shares(requests[:TALKS])["storage"]
         print(f"  {row['case']:28}" + "".join(f"{share:6.0%}" for share in found.values()))
-    print(f"  (in the last row, {first:.0%} came from L3 the first time, too)\n")
+    last = asked["wait_complete"][-1]
+    title = f"TTFT, {last.prompt_tokens} tokens, storage as fast as computing, the guard off"
+    times = {policy: [one.ttft_ms for one in requests] for policy, requests in asked.items()}
+    rows += lesson.table(title, times, "ttft_ms", "ms")
+    print("  Waiting takes as long as computing here. Doing both at once takes less: examples/both_ends.py\n")
+    print("Timeline of wait_complete (p: prefill, or pages read; digits: layers loaded; s: pages saved)")
+    print(f"{charts.chart(last.timeline)}\n\nAnd if not even the weights fit on the device? Chapter 08.")
     return rows
 
 
@@ -847,48 +836,25 @@ def shares(requests: list[Request]) -> dict[str, float]:
     return {**found, "computed": 1 - sum(found.values())}
 
 
-def show_policies(asked: dict[str, list[Request]]) -> list[dict]:
-    """Print TTFT under each policy, and the timeline of `wait_complete`. Returns: rows for --json."""
-    last = asked["wait_complete"][-1]
-    title = f"TTFT, {last.prompt_tokens} tokens, storage as fast as computing, the guard off"
-    times = {policy: [one.ttft_ms for one in requests] for policy, requests in asked.items()}
-    rows = lesson.table(title, times, "ttft_ms", "ms")
-    print(
-        "  Waiting for storage takes as long as computing here. Both at once would take less: see\n"
-        "  examples/both_ends.py.\n\n"
-        "Timeline of wait_complete (p: prefill, or pages read; digits: layers loaded; s: pages saved)\n"
-        f"{charts.chart(last.timeline)}\n\nAnd if not even the weights fit on the device? Chapter 08."
-    )
-    return rows
-
-
 # 4. Main ---------------------------------------------------------------------------------------
 
 def add_arguments(parser):
-    offload.add_arguments(parser)
+    paged.add_arguments(parser)
+    size = hardware.add_options(parser).add_argument  # of --cpu-blocks and these two, only one may be given
+    size("--hicache-ratio", type=cli.bounded(float, 1, 1e6), metavar="R", help="host memory: R times L1")
+    size("--hicache-size", type=cli.bounded(float, 1e-3, 1e6), metavar="GB", help="size of host memory")
     add, number, whole = parser.add_argument, cli.bounded(float, 0, 1e6), cli.bounded(int, 0, 1 << 26)
-    add("--hicache-ratio", type=cli.bounded(float, 1, 1e6), metavar="R", help="host memory: R times L1")
-    add("--hicache-size", type=cli.bounded(float, 1e-3, 1e6), metavar="GB", help="size of host memory")
     add("--layout", choices=LAYOUTS, default="page_first_direct", help="of host memory (page_first_direct)")
     add("--write-policy", choices=WRITE, default="write_through", help="when pages are saved (write_through)")
     add("--hicache-io-backend", choices=("direct", "kernel"), help="what copies on a GPU (link's rule)")
     add("--storage", metavar="URL", help="shared tier: file:DIR, redis://HOST:PORT/N, or module:Class")
     add("--storage-config", type=backends.configuration, metavar="JSON or @FILE", help="settings of storage")
     add("--storage-bandwidth", type=modelled_link.speed, metavar="GB/S[:GB/S...@SECONDS]", help="modelled")
-    words = f"how long to wait for storage: {', '.join(PREFETCH)} (timeout)"
-    add("--prefetch", type=prefetch_policy, default="timeout", metavar="POLICY", help=words)
+    moved = cli.moved("both_ends", "python -m examples.both_ends")
+    add("--prefetch", choices=PREFETCH, default="timeout", type=moved, help="waits for storage (timeout)")
     add("--prefetch-threshold", type=whole, default=256, metavar="TOKENS", help="fewest to read (256)")
     add("--prefetch-timeout", type=number, default=1.0, metavar="S", help="of each prefetch (1)")
     add("--prefetch-timeout-per-1k", type=number, default=0.25, metavar="S", help="per 1,024 tokens (0.25)")
-
-
-def prefetch_policy(string: str) -> str:
-    """Check the value of --prefetch. Raises ArgumentTypeError."""
-    if string == "both_ends":
-        raise argparse.ArgumentTypeError("both_ends is a script of its own: run python -m examples.both_ends")
-    if string not in PREFETCH:
-        raise argparse.ArgumentTypeError(f"{string!r} is not one of {', '.join(PREFETCH)}")
-    return string
 
 
 def make_engine(model, arguments, kind=TieredCache) -> paged.Engine:
@@ -898,24 +864,20 @@ def make_engine(model, arguments, kind=TieredCache) -> paged.Engine:
     page_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
     useful = arguments.max_running * -(-model.config.max_position_embeddings // size)
     device = cli.blocks_that_fit(arguments.gpu_blocks, useful, page_bytes, model.device, "--gpu-blocks")
-    ratio, giga = arguments.hicache_ratio, arguments.hicache_size
-    asked = arguments.cpu_blocks, ratio and int(ratio * device), giga and int(1e9 * giga / page_bytes)
-    given = [pages for pages in asked if pages is not None] or [None]
-    if len(given) > 1 or ratio == 1:
-        raise BadRequest("Give one of --cpu-blocks, --hicache-size and --hicache-ratio (above 1).")
-    options = argparse.Namespace(**vars(arguments) | dict(cpu_blocks=given[0]))
-    pages = hardware.host_blocks(model, options, page_bytes)
+    if arguments.hicache_ratio:
+        arguments.cpu_blocks = int(arguments.hicache_ratio * device)
+    elif arguments.hicache_size:
+        arguments.cpu_blocks = int(1e9 * arguments.hicache_size / page_bytes)
+    pages = hardware.host_blocks(model, arguments, page_bytes)
     # 2. Storage, and the engine
     config, (threshold, *timeout) = backends.settings(arguments.storage_config, arguments)
     storage = url and backends.open_storage(url, config, arguments.storage_bandwidth)
     if arguments.hicache_io_backend and model.device.type != "cuda":
         raise BadRequest("--hicache-io-backend says what copies on a GPU, and here is none: leave it out.")
-    cache = kind(
-        pages, hardware.bandwidth(model, arguments.link), storage, arguments.prefetch,
-        arguments.write_policy, arguments.layout, threshold, tuple(timeout), arguments.hicache_io_backend,
-    )  # fmt: skip
-    estimates = Estimates(machine_of(model), arguments.always_restore)
-    engine = paged.make_engine(model, arguments, Restorer(cache, estimates))
+    cache = kind(pages, hardware.bandwidth(model, arguments.link), storage, arguments.prefetch,
+                 arguments.write_policy, arguments.layout, threshold, tuple(timeout),
+                 arguments.hicache_io_backend)  # fmt: skip
+    engine = paged.make_engine(model, arguments, restorer(model, cache, arguments.always_restore))
     words = f"{pages} pages of {size} tokens, {pages * page_bytes / 1e6:.1f} MB, over a {cache.load_link}"
     print(f"Host: {words}; storage: {storage or 'none'}", file=sys.stderr)
     return engine

@@ -79,14 +79,12 @@ import torch
 from common import link as links
 from common import store
 from common.cache import Cache
-from common.estimates import Estimates
 from common.llama import Linear
-from common.requests import Request, RequestError
-from common.restoring import Restorer
+from common.requests import Request
 from shell import backends, charts, checkpoint, cli, hardware, lesson, modelled_link
 from shell.frontend import Frontend
-from shell.machine import machine_of
-from shell.ranks import BroadcastEngine, RankFailed, Ranks, join, of_environment
+from shell.lower_tier import restorer
+from shell.ranks import Ranks, run_ranks
 from shell.workers import Worker, as_integers
 
 paged, offload = importlib.import_module("02_paged_kv"), importlib.import_module("03_cpu_offload")
@@ -311,7 +309,7 @@ class PageHeadCache(KVCache):
 
     def attach(self, engine):
         super().attach(engine)
-        self.storage.open(partial(Worker, wake=engine.wake.set))
+        self.storage.open(partial(Worker, wake=engine.wake.set), self.counts)
 
     def keys(self, block_keys) -> list[bytes]:
         """Return a storage key for each page and each of this rank's heads, page by page."""
@@ -441,6 +439,8 @@ def demo(model, frontend: Frontend, arguments):
     prompt, timeline = asked[-1].tokens[: asked[-1].prompt_tokens], asked[-1].timeline
     # 2. Ask again when one rank has lost a page in storage
     lost = lose_a_page(model, arguments, prompt, new)
+    if model.same_bits:  # compare with as many ranks, because sums over ranks have other bits
+        lesson.verify(paged.baseline.Engine(model), asked + lost)
     # 3. Compare with chapter 01, and time all ranks and one rank that has the whole model
     single, verified, taken, carried = {}, True, {}, {}
     if ranks.rank == 0:
@@ -468,14 +468,12 @@ def demo(model, frontend: Frontend, arguments):
     if carried["states", 1] > carried["kv", 1]:
         print("  Query heads share KV heads: here K and V have fewer bytes than hidden states; keep K and V")
     found = [request.cached_tokens for request in lost]
-    print(
-        f"\nOf {len(prompt)} tokens {found[0]} come from storage. After rank {ranks.count - 1} has lost "
-        f"a page of one head there,\n{found[1]} tokens do on every rank, and all ranks compute the rest.\n\n"
-        "The last turn from hidden states, on rank 0, until its last token (TTFT above ends at the first)\n"
-        f"{charts.chart(timeline)}\n\n"
-        "Ranks divide the cache, the copies and the projections, and agree on a few numbers. Without GPUs\n"
-        "they share one processor: then bytes divide as on several devices, but times do not."
-    )
+    lost_by = f"After rank {ranks.count - 1} has lost a page of one head there,"
+    print(f"\nOf {len(prompt)} tokens {found[0]} come from storage. {lost_by}")
+    print(f"{found[1]} tokens do on every rank, and all ranks compute the rest.\n")
+    print("The last turn from hidden states, on rank 0, until its last token (TTFT above ends at the first)")
+    print(f"{charts.chart(timeline)}\n\nRanks divide the cache, the copies and the projections. Without GPUs")
+    print("they share one processor: then bytes divide as on several devices, but times do not.")
     return dict(link=link, verified=verified, rows=rows, found=found), [timeline]
 
 
@@ -489,8 +487,7 @@ def lose_a_page(model, arguments, prompt: list[int], new: int) -> list[Request]:
         engine = make_engine(model, options, "kv")
         chain = lesson.ask(engine, prompt).chain
         for lost in [], chain[len(chain) // 2 :][:1]:
-            lesson.wait_until_idle(engine)
-            engine.evict("host")
+            lesson.wait_until_idle(engine, evict="host")
             if lost and ranks.rank == ranks.count - 1:
                 Path(f"{folder}/{engine.lower_tier.cache.keys(lost)[-1].hex()}.page").unlink(missing_ok=True)
             answered.append(lesson.ask(engine, prompt, new, "device"))
@@ -536,43 +533,21 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
         cache = PageHeadCache(ranks, on_host, bandwidth, storage, whole.own_kv_heads, whole.writes)
     else:
         cache = KVCache(ranks, on_host, bandwidth) if keep == "kv" else SyncedCache(ranks)
-    lower_tier = Restorer(cache, Estimates(machine_of(model), arguments.always_restore))
-    engine = paged.make_engine(model, options, lower_tier)
+    engine = paged.make_engine(model, options, restorer(model, cache, arguments.always_restore))
     engine.on_error = ranks.fail
     return engine
 
 
 def load(ranks: Ranks, name: str, dtype: str, device: str, same_bits: bool = False):
     """Load this rank's part of a model, as `checkpoint.load` does. Collective. Raises ModelError."""
-    n, gpus = ranks.count, torch.cuda.device_count()
-    if checkpoint.pick_device(device) == "cuda" and gpus < n:
-        raise checkpoint.ModelError(f"{n} ranks need as many GPUs, but there are {gpus}; add --device cpu.")
+    if checkpoint.pick_device(device) == "cuda" and (gpus := torch.cuda.device_count()) < ranks.count:
+        words = f"{ranks.count} ranks need as many GPUs, but there are {gpus}; add --device cpu."
+        raise checkpoint.ModelError(words)
     ranks.same_bits = same_bits
     loaded = checkpoint.load(name, dtype, device, sharding=Sharding(ranks), same_bits=same_bits)
     ranks.barrier()
     return loaded
 
 
-def main():
-    parser = cli.parser_for(__doc__)
-    add_arguments(parser)
-    arguments = parser.parse_args()
-    begin = lambda *names, **how: load(join(arguments.ranks), *names, **how)  # noqa: E731
-    try:
-        if of_environment(arguments.ranks)[0] == 0:
-            make = lambda *what: BroadcastEngine(partial(make_engine, *what))  # noqa: E731
-            return cli.main(__doc__, "09_tensor_parallel", add_arguments, make, demo, load=begin)
-        # The other ranks follow: they run the same demo, or execute rank 0's commands
-        asked = arguments.model, arguments.dtype, arguments.device
-        model, tokenizer, end_tokens = begin(*asked, same_bits=arguments.same_bits)
-        if arguments.demo:
-            lesson.ROUNDS = arguments.rounds
-            demo(model, Frontend(model, tokenizer, end_tokens), arguments)
-        else:
-            BroadcastEngine(partial(make_engine, model, arguments), tokenizer).follow()
-    except (checkpoint.ModelError, RequestError, OSError, RankFailed) as error:
-        sys.exit(f"09_tensor_parallel: {error}")
-
-
 if __name__ == "__main__":
-    main()
+    run_ranks(__doc__, "09_tensor_parallel", add_arguments, make_engine, demo, load)

@@ -129,8 +129,6 @@ class Cache:
         """Release the blocks of completed transfers. Called once at the start of each step; must not block.
 
         Each lane is released in order. A lane that hangs does not delay the others."""
-        if self.storage:
-            self.counts["storage_errors"] = self.storage.errors
         lanes = {name: lane for name, lane in self.in_flight.items() if lane}
         self.in_flight = defaultdict(deque, lanes)  # drop empty lanes
         for lane in lanes.values():
@@ -160,7 +158,6 @@ class Cache:
     # Optional
     fields: dict = {}  # request options that this chapter adds: name -> (test, words for a valid value)
     pools: dict = {}  # name -> BlockPool: for the web page, and for marking blocks as used
-    storage = None  # a Storage or StoredChunks whose errors `poll` counts
     restoration_class = Restoration
     agree = bool  # agree(fact): whether the fact holds on all ranks, if several processes run one engine
 

@@ -6,7 +6,7 @@ a minute: then a speed that was once learned wrongly is measured again when it i
 
 from common.cache import Match
 from common.link import Speed
-from common.requests import Request, RequestQueue
+from common.requests import Request
 
 # Load if that is estimated to take at most this share of the time to compute. The margin is there because a
 # late load costs both times: after it, the tokens are computed as well
@@ -16,7 +16,8 @@ FULL_SPEED = {"cpu": 128, "cuda": 512}  # rows per step from which prefill runs 
 
 
 class Estimates:
-    """The predicted times of one engine, and the decision whether to load tokens or to compute them."""
+    """The predicted times of one engine, and the decision whether to load tokens or to compute them. The
+    Restorer sets `engine` when the engine is made."""
 
     def __init__(self, machine, always: bool = False):
         """`machine`: the measured speed of this machine with the engine's model (shell/machine.py); its
@@ -24,10 +25,6 @@ class Estimates:
         match (--always-restore)."""
         self.machine, self.always = machine, always
         self.computing = Speed(machine.fastest)  # operations per second of prefill
-
-    def attach(self, engine: RequestQueue):
-        """Remember the engine whose times are predicted. Called once, before `Cache.attach`."""
-        self.engine = engine
 
     def seconds_to_compute(self, start: int, end: int) -> float:
         """-> estimated seconds of the prefill of tokens [start, end)."""

@@ -148,24 +148,21 @@ def attention(q, k, v, mask):
     `mask` is added to the scores, and may have more keys than k. None means causal, except that a single row
     attends to everything. The KV heads are not copied for the query heads that share them. Returns:
     [T, H, hd]."""
-    if mask is not None and (more := mask.shape[-1] - k.shape[-3]):
+    on_cpu = q.device.type == "cpu"
+    if on_cpu and mask is not None and (more := mask.shape[-1] - k.shape[-3]):
         k, v = (torch.cat((side, side.new_zeros(more, *side.shape[1:]))) for side in (k, v))
-    if k.ndim == 4 or len(q) == 1:          # one token per row: a group of heads acts as queries
+    if alone := k.ndim == 4 or len(q) == 1:      # one token per row: a group of heads acts as queries
         shape = len(q), -1, *k.shape[-2:]
         k, v = (side.reshape(shape).transpose(1, 2) for side in (k, v))          # [T, KVH, S, hd] each
-        grouped = q.unflatten(1, (k.shape[1], -1))                               # [T, KVH, H/KVH, hd]
-        out = F.scaled_dot_product_attention(whole_blocks(grouped), k, v, attn_mask=mask)
-        return out[:, :, : grouped.shape[2]].flatten(1, 2)
-    rows, k, v = (side.transpose(0, 1)[None] for side in (q, k, v))              # [1, heads, tokens, hd] each
-    how = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != rows.shape[1])
-    out = F.scaled_dot_product_attention(whole_blocks(rows), k, v, **how)
-    return out[0].transpose(0, 1)[: len(q)]                                      # [T, H, hd]
-
-
-def whole_blocks(q):
-    """Append rows of zeros to q [..., rows, hd], up to a multiple of ROWS. (A GPU needs none.)"""
-    more = -q.shape[-2] % ROWS if q.device.type == "cpu" else 0
-    return F.pad(q, (0, 0, 0, more)) if more else q
+        rows = q.unflatten(1, (k.shape[1], -1))                                  # [T, KVH, H/KVH, hd]
+    else:
+        rows, k, v = (side.transpose(0, 1)[None] for side in (q, k, v))          # [1, heads, tokens, hd] each
+    count, causal, gqa = rows.shape[2], mask is None and not alone, k.shape[1] != rows.shape[1]
+    if on_cpu and count % ROWS:
+        rows = F.pad(rows, (0, 0, 0, -count % ROWS))
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
+    out = out[:, :, :count]
+    return out.flatten(1, 2) if alone else out[0].transpose(0, 1)                # [T, H, hd]
 
 
 def causal_mask(count: int, end: int, device, dtype, same_bits: bool = False):

@@ -28,10 +28,6 @@ class RequestError(Exception):
     status = 500                   # HTTP status code
     code = None                    # OpenAI's code, if a client can do something about the error
 
-    def __init__(self, message: str, status: int | None = None):
-        super().__init__(message)
-        self.status = status or self.status
-
 
 class BadRequest(RequestError):
     """The request itself is wrong, or it can never fit into memory."""
@@ -85,7 +81,7 @@ class Request:
     prompt_tokens: int = field(init=False)
     new: list[int] = field(default_factory=list)                # the answer's tokens so far
     times: list[float] = field(default_factory=list)            # perf_counter() of each of `new`
-    logits: list[torch.Tensor] = field(default_factory=list)    # [V] for each of `new`, if keeps_logits
+    logits: list[torch.Tensor] = field(default_factory=list)    # for `observe`
     finish_reason: str | None = None                            # "stop" (end token, stop string) or "length"
     outcome: str | Exception | None = None                      # its finish_reason, or why it failed
     pieces: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
@@ -106,7 +102,7 @@ class Request:
     wait_deadline: float = 0.0     # time.perf_counter() until which a prefetch may delay it
     memo: object = None            # state that the Cache keeps for this request; the engine does not read it
 
-    keeps_logits = False           # set for the class: demos with --same-bits compare them
+    observe = None                 # of the class: called with each new token's logits [V]
 
     def __post_init__(self):
         self.tokens = list(self.tokens)                         # a copy, because it grows
@@ -181,8 +177,8 @@ class Request:
         self.times.append(time.perf_counter())
         self.tokens.append(token)
         self.new.append(token)
-        if self.keeps_logits:
-            self.logits.append(logits.clone())
+        if self.observe:
+            self.observe(logits)
         ends = token in self.end_tokens
         piece = self.writer.push(token, ends) if self.writer else ""
         if ends or (self.writer and self.writer.stopped):

@@ -35,7 +35,7 @@ class Restorer:
     def attach(self, engine: RequestQueue):
         """Attach the Cache to the engine. Called once, by the engine's constructor."""
         self.engine, self.depth = engine, len(engine.model.layers)
-        self.estimates.attach(engine)
+        self.estimates.engine = engine
         self.cache.attach(engine)
         engine.fields = {**engine.fields, **self.cache.fields}
         engine.pools = {**engine.pools, **self.cache.pools}

@@ -39,7 +39,7 @@ class StoredChunks:
         the engine waits for a copy, because a queued request may wait for the lookup (`ask`)."""
         arrivals, wake = engine.arrivals, engine.wake  # the threads must not reference the engine
         for storage in self.storages:
-            storage.open(lane, lambda: (arrivals.append((None, None)), wake.set()))
+            storage.open(lane, engine.counts, lambda: (arrivals.append((None, None)), wake.set()))
 
     def keys(self, key: bytes, parts: int) -> list[bytes]:
         """-> a key of 32 bytes for each part of the chunk `key`."""
@@ -89,11 +89,6 @@ class StoredChunks:
         """-> bytes per second, of all storages together."""
         return sum(storage.speed() for storage in self.storages)
 
-    @property
-    def errors(self) -> int:
-        """Failed reads, writes and lookups, of all storages together."""
-        return sum(storage.errors for storage in self.storages)
-
     def close(self):
         for storage in self.storages:
             storage.close()
@@ -126,13 +121,16 @@ class Storage:
     def __init__(self, backend, name: str = "storage", bandwidth=None):
         """`backend`: see above. `bandwidth`: of modelled storage that is slower than the back end
         (shell/modelled_link.py)."""
-        self.backend, self.name, self.bandwidth, self.errors = backend, name, bandwidth, 0
+        self.backend, self.name, self.bandwidth = backend, name, bandwidth
         self.doubted: set[bytes] = set()  # keys whose latest read failed
         self.failing: set[str] = set()  # names of the methods whose latest call raised
 
-    def open(self, lane, answered=None):
-        """Make the threads. `lane(name, background, wake)`: makes one (shell/workers.py: Worker). `answered`:
-        called after each lookup."""
+    def open(self, lane, counts: dict, answered=None):
+        """Make the threads.
+
+        `lane(name, background, wake)`: makes one (shell/workers.py: Worker). `counts`: the engine's counters;
+        "storage_errors" counts failed reads, writes and lookups. `answered`: called after each lookup."""
+        self.counts, counts["storage_errors"] = counts, 0
         self.reader, self.writer = lane("storage"), lane("save", background=True)
         self.asker = lane("ask", wake=answered) if answered else lane("ask")  # does not wait for long reads
 
@@ -215,7 +213,7 @@ class Storage:
             self.failing.discard(function.__name__)
             return value
         except Exception as error:
-            self.errors += 1
+            self.counts["storage_errors"] += 1
             (self.failing.discard if isinstance(error, Damaged) else self.failing.add)(function.__name__)
             raise
 
@@ -252,7 +250,7 @@ class Storage:
             self.backend.set([*absent], [*absent.values()])
             self.doubted.difference_update(keys)
         except Exception:  # some keys may be stored all the same
-            self.errors += 1
+            self.counts["storage_errors"] += 1
             stored = [key for key, there in zip(keys, self.look_up(keys)) if there]
         return stored
 

@@ -14,6 +14,7 @@ import argparse
 import importlib
 import random
 import tempfile
+from functools import partial
 from itertools import takewhile
 
 from common.cache import Cache
@@ -104,7 +105,7 @@ class BothEndsCache(tiers.TieredCache):
             for copy in copies:
                 copy.cancel()
             self.end_prefetch(prefetch)
-            request.timeline.plan = both_ends.describe_plan(restoration)
+            request.timeline.plan = charts.describe_chunks(restoration, both_ends.CHUNK)
 
     def poll(self):
         """Called in each step: continue reads for running requests until their restorations end."""
@@ -132,7 +133,12 @@ def demo(model, frontend, arguments):
         both = make_engine(model, argparse.Namespace(**options))
         text = lesson.document_for(both, frontend, random.Random(0), most // 2, [lesson.SECRET], 2)
         prompt = frontend.request(messages=[dict(role="user", content=text)]).tokens
-        asked = tiers.policies({way: both if way == "both_ends" else plain for way in WAYS}, prompt)
+        seconds = lesson.ask(plain, prompt).ttft_ms / 1e3  # the engine computes the whole prompt
+        for engine in plain, both:
+            tiers.slow_storage(engine, prompt, seconds)
+        engines = {way: both if way == "both_ends" else plain for way in WAYS}
+        ways = {way: partial(tiers.ask_under, way, engine, prompt) for way, engine in engines.items()}
+        asked = lesson.in_turn(ways)
         for engine in plain, both:
             engine.close()
     answers = [requests[-1] for requests in asked.values()]

@@ -71,7 +71,7 @@ class StorageConnector(base.KVConnectorBase_V1):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.storage = Storage(open_backend(extra["url"], extra.get("config")))
         self.patience, self.wake = extra.get("patience", 5.0), Event()
-        self.storage.open(partial(Worker, wake=self.wake.set))
+        self.storage.open(partial(Worker, wake=self.wake.set), counts={})
         model, cache, cpu = vllm_config.model_config, vllm_config.cache_config, torch.backends.cpu
         # Everything that K and V depend on, apart from the tokens
         parts = model.compute_hash(), vllm_config.load_config.load_format, cache.cache_dtype, cache.block_size

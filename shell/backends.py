@@ -278,11 +278,6 @@ def open_storage(url: str, config: dict | None = None, bandwidth=None) -> Storag
     return Storage(open_backend(url, config), label(url), bandwidth)
 
 
-def pages_in_storage(cache) -> list:
-    """Return the pages that are in storage, as far as chapter 07's cache knows."""
-    return [page for node in cache.tree.nodes() if node.stored for page in node.pages]
-
-
 def attach_storage(cache, storage: Storage | None):
     """Replace the storage of chapter 07's cache, or detach it (None). Call it between two steps.
 
@@ -294,13 +289,14 @@ def attach_storage(cache, storage: Storage | None):
     for known in cache.reading, cache.writing, cache.unwritten:
         known.clear()
     if before:
+        before.counts = dict(storage_errors=0)      # its errors do not count any more
         for lane in "ask", "read", "measure", "write":
             for transfers, held, _ in cache.in_flight.pop(lane, ()):
                 cache.hold(before, transfers, given=held)       # in a separate lane, without callbacks
         cache.hold(before, [], then=lambda arrived: Thread(target=before.close, daemon=True).start())
     cache.storage = storage
     if storage:
-        storage.open(partial(Worker, wake=engine.wake.set))
+        storage.open(partial(Worker, wake=engine.wake.set), engine.counts)
         cache.measure_storage()
     cache.doubt([page for one in cache.tree.nodes() if one.host_blocks or one.stored for page in one.pages])
     cache.count_lost(writing)
@@ -310,16 +306,14 @@ def configuration(text: str) -> dict:
     """An argparse type: a JSON object, @FILE.toml, or @FILE with JSON, in UTF-8.
 
     Errors never quote the text, which may hold secrets."""
-    words, parse = "give a JSON object, or @FILE with one", json.loads
     try:
-        if text.startswith("@"):
-            words, file = "no such file in UTF-8 can be read: correct the path behind @", Path(text[1:])
-            text, words = file.expanduser().read_text("utf-8-sig"), "give a JSON object in the file"
-            if file.suffix == ".toml":
-                words = "TOML needs Python 3.11 or newer, and lines such as limit_gb = 4"
-                parse = import_module("tomllib").loads
-        return dict(**parse(text))
+        if not text.startswith("@"):
+            return dict(**json.loads(text))
+        file = Path(text[1:]).expanduser()
+        parse = import_module("tomllib").loads if file.suffix == ".toml" else json.loads
+        return dict(**parse(file.read_text("utf-8-sig")))
     except (ImportError, OSError, TypeError, ValueError, RuntimeError):
+        words = "give a JSON object, or @FILE with one in UTF-8; TOML (@FILE.toml) needs Python 3.11 or newer"
         raise argparse.ArgumentTypeError(words) from None
 
 

@@ -45,6 +45,17 @@ def chart(timeline: Timeline, width: int = 64) -> str:
     return "\n".join(lines)
 
 
+def describe_chunks(restoration, size: int) -> dict:
+    """Return how each chunk was restored, as the page shows it: one letter for each `size` tokens.
+
+    `restoration`: from both ends; tokens before its `limit` were computed, and the others loaded."""
+    start, met, end, letters = restoration.start, restoration.limit, restoration.end, ""
+    for first in range(start - start % size, end, size):
+        letters += "L" if first >= met else "C" if first + size <= met else "B"
+    title = f"Tokens {start} to {met} computed, up to {end} loaded"
+    return dict(title=title, rows=[["chunks", letters]], legend=dict(C="computed", B="both", L="loaded"))
+
+
 def write_trace(timelines: list[Timeline], path: Path):
     """Write all timelines to one Chrome trace file. They share a clock, so requests line up."""
     events = [dict(ph="M", name="thread_name", pid=1, tid=number, args=dict(name=lane))

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from common.requests import Request, RequestError
-from shell import charts, checkpoint, exit_process, handle_signals, interrupt, lesson, limits, texts, to_json
-from shell.frontend import Frontend, check_messages
+from shell import charts, checkpoint, exit_process, handle_signals, interrupt, lesson, limits, to_json
+from shell.frontend import Frontend, check_messages, result_json
 
 
 def bounded(kind, low, high):
@@ -21,6 +21,15 @@ def bounded(kind, low, high):
                 return value
         number = "whole number" if kind is int else "number"
         raise argparse.ArgumentTypeError(f"{string!r} is not a {number} from {low} to {high}")
+    return parse
+
+
+def moved(value: str, command: str):
+    """Return an argparse type that refuses `value`, and says which command has it now."""
+    def parse(string):
+        if string == value:
+            raise argparse.ArgumentTypeError(f"{value} is a script of its own: run {command}")
+        return string
     return parse
 
 
@@ -100,8 +109,9 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
     # 3. The demo makes its own engines; the server and --prompt use one engine
     if arguments.demo:
         handle_signals(interrupt)       # from now on there are files and threads to clean up
-        lesson.ROUNDS = arguments.rounds
+        lesson.prepare(arguments)
         report, timelines = demo(model, frontend, arguments)
+        report |= dict(bits=lesson.BITS) if model.same_bits else {}
     else:
         engine = make_engine(model, arguments)
         frontend.fields = engine.fields
@@ -116,7 +126,7 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
             engine.close()
             if dropped := engine.counts["writes_dropped"]:
                 print(f"Storage was slow, full or broken: {dropped} writes were dropped.", file=sys.stderr)
-        report, timelines = texts.result_json(result), [result.timeline]
+        report, timelines = result_json(result), [result.timeline]
 
     # 4. The files of --json and --trace
     if arguments.json:

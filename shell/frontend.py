@@ -1,4 +1,6 @@
-"""Turn a user's input into a Request: check fields, apply the chat template, stop at stop strings."""
+"""Turn a user's input into a Request: check fields, apply the chat template, stop at stop strings.
+
+`result_json` turns a finished Request into JSON."""
 import codecs
 import json
 import re
@@ -309,3 +311,10 @@ class Frontend:
         # Some templates have no system role: put the system's message before the user's first message.
         said = "\n\n".join(message["content"] for message in messages[:2])
         return self.render([dict(role="user", content=said), *messages[2:]], variables)
+
+
+def result_json(request) -> dict:
+    """-> a finished request as the server's JSON. Times are in milliseconds."""
+    names = "id", "text", "finish_reason", "usage", "source", "found", "decisions", "ttft_ms", "tbt_ms"
+    result = {name: getattr(request, name) for name in names}
+    return result | dict(tokens=request.new, timeline=request.timeline.as_json())

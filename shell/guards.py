@@ -27,17 +27,17 @@ def loopback(host: str) -> bool:
 
 
 def check_sender():
-    """Refuse requests that come from other sites' pages, and changes from other machines. Raises BadRequest.
+    """Refuse requests that come from other sites' pages, and changes from other machines (status 403).
 
     A page of another site may use a host name of its own that resolves to this machine."""
     host = re.sub(r":\d*$", "", request.host).strip("[]")       # ignore the port: a tunnel may use another
     if loopback(request.environ["SERVER_NAME"]) and not loopback(host):
-        raise BadRequest("This server answers to localhost only; start it with --host for others.", 403)
+        abort(403, "This server answers to localhost only; start it with --host for others.")
     origin = request.headers.get("Origin")
     if origin and origin.partition("://")[2] != request.host:
-        raise BadRequest("Pages of other sites may not call this server.", 403)
+        abort(403, "Pages of other sites may not call this server.")
     if request.path in ("/evict", "/storage") and not (loopback(request.remote_addr) and loopback(host)):
-        raise BadRequest(f"{request.path} may be called from this machine only, as localhost.", 403)
+        abort(403, f"{request.path} may be called from this machine only, as localhost.")
 
 
 def read_body():
@@ -69,10 +69,14 @@ def has_left(client: socket.socket) -> bool:
 def explain(error: Exception) -> tuple[dict, int, dict]:
     """Return (body, status, headers) for an error. The body has one sentence for the user."""
     methods = getattr(error, "valid_methods", None)
-    if isinstance(error, HTTPException):        # raised by Flask
-        there = f"{request.method} {request.path[:80]} does not exist here; see GET / and GET /health."
-        words = {404: there, 405: there, 413: f"The body is larger than {MAX_BODY} bytes; send less."}
-        error = BadRequest(words.get(error.code, error.description), error.code)
+    if isinstance(error, HTTPException):        # raised by Flask, or by `abort`
+        status, words = error.code, error.description
+        if words == type(error).description:    # werkzeug's own
+            there = f"{request.method} {request.path[:80]} does not exist here; see GET / and GET /health."
+            body = f"The body is larger than {MAX_BODY} bytes; send less."
+            words = {404: there, 405: there, 413: body}.get(status, words)
+        error = BadRequest(words)
+        error.status = status
     if not isinstance(error, RequestError):
         logging.getLogger("kv").error("unexpected error", exc_info=error)
         error = RequestError(DEFECT)

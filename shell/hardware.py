@@ -13,11 +13,14 @@ from shell.modelled_link import Bandwidth, LikeA100, ModelledLink, leave_a_core,
 
 
 def add_options(parser):
-    """Add the options of every chapter with a second tier in host memory."""
-    number, words = cli.bounded(int, 0, 1 << 26), "blocks in host memory (four times the device's)"
-    parser.add_argument("--cpu-blocks", type=number, metavar="N", help=words)
+    """Add the options of every chapter with a second tier in host memory.
+
+    Returns: the group of options that set the size of host memory, of which one may be given."""
+    size, number = parser.add_mutually_exclusive_group(), cli.bounded(int, 0, 1 << 26)
+    size.add_argument("--cpu-blocks", type=number, metavar="N", help="blocks in host memory (4 x device's)")
     parser.add_argument("--always-restore", action="store_true", help="load even if computing is faster")
     add_link(parser)
+    return size
 
 
 def add_link(parser):

@@ -6,7 +6,8 @@ import time
 import torch
 
 from common.requests import BadRequest, Request
-from shell import checkpoint, texts
+from models.classroom import facts
+from shell import checkpoint
 from shell.frontend import Frontend
 from shell.machine import flops, machine_of
 
@@ -18,11 +19,20 @@ SECRET, QUESTION = "The password of the safe is tiger.", TURNS[-1]
 LONGEST_FACT = 16  # tokens; a document may exceed its size by one fact
 ROUNDS = 3  # timed repetitions in a demo, after a warm-up; --rounds sets it
 SECONDS = 2.0  # the longest prefill of a demo
+BITS = dict(equal=True, compared=0)  # with --same-bits: whether all compared logits were equal, and how many
 
 # For TTFT: a model, and the tokens of a history and of a question
 LARGER, HISTORY, ASKED = "random:long", 1024, 32
 # Title of a table -> seconds of a layer's transfer, over seconds of its projection
 LINKS = {"the link is the bottleneck": 2.0, "balanced": 1.0, "computing is the bottleneck": 0.5}
+
+
+def prepare(arguments):
+    """Note the options of a demo. With --same-bits, requests keep the logits of their tokens for `verify`."""
+    global ROUNDS
+    ROUNDS = arguments.rounds
+    if arguments.same_bits:
+        Request.observe = lambda request, logits: request.logits.append(logits.clone())
 
 
 def context(model, frontend: Frontend) -> int:
@@ -42,7 +52,7 @@ def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
     """Return a text of facts with at least `tokens` tokens. If `secret` is given, it is the only password."""
     text = f"Read this: {secret}".rstrip()
     while len(frontend.tokenizer.encode(text)) < tokens:
-        fact = texts.draw_fact(rng, texts.Level())
+        fact = facts.draw_fact(rng, facts.Level())
         if not secret or fact.kind != "password":
             text += " " + fact.statement
     return text
@@ -83,7 +93,7 @@ def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:
     The last message is a question."""
     told, messages = {}, []
     while True:
-        drawn = texts.draw_fact(rng, texts.Level())
+        drawn = facts.draw_fact(rng, facts.Level())
         fact = told.setdefault(drawn.question, drawn)   # a question has only one answer
         asked = rng.choice(list(told.values()))
         said = ("user", fact.statement), ("assistant", "I will remember that."), ("user", asked.question)
@@ -101,8 +111,20 @@ def verify(oracle, requests: list[Request]) -> bool:
     again = {each: Request(each[:-1], each[-1], end_tokens=request.end_tokens)
              for each, request in zip(asked, requests)}
     oracle.generate(list(again.values()))
-    pairs = [(again[each].new, request.new) for each, request in zip(asked, requests)]
-    return equal(pairs, oracle.model.dtype, "chapter 01")
+    pairs = [(again[each], request) for each, request in zip(asked, requests)]
+    if oracle.model.same_bits:
+        compare_bits(pairs)
+    return equal([(theirs.new, ours.new) for theirs, ours in pairs], oracle.model.dtype, "chapter 01")
+
+
+def compare_bits(pairs: list[tuple[Request, Request]]):
+    """Compare the logits of requests, and count them in BITS. Ends the process if one bit differs."""
+    rows = [both for theirs, ours in pairs for both in zip(theirs.logits, ours.logits)]
+    BITS["compared"] += sum(len(theirs) for theirs, _ in rows)
+    BITS["equal"] &= all(torch.equal(*both) for both in rows)
+    if not BITS["equal"]:
+        raise SystemExit("NOT verified: the bits of some logits differ from those of chapter 01.")
+    print(f"verified: all {BITS['compared']:,} logits have the bits of chapter 01")
 
 
 def equal(pairs: list[tuple[list[int], list[int]]], dtype, whose: str) -> bool:

@@ -1,29 +1,23 @@
 """OpenAI's format: turn requests into arguments of Frontend.request, and pieces of text into replies."""
+import json
 import math
 import time
 import uuid
+from pathlib import Path
 
-from common.requests import BadRequest
+from flask import abort
+
 from shell.frontend import FLAG, LABEL, OBJECT, PROMPT, SAMPLING, TEMPLATE, check_fields, only
 from shell.guards import events, read_body
 
-# Unsupported fields of OpenAI, vLLM, SGLang and llama.cpp: (the value that changes nothing, names)
-NEUTRAL = (
-    (0, "dry_multiplier dynatemp_range frequency_penalty min_p min_tokens mirostat no_repeat_ngram_size "
-        "n_probs presence_penalty priority top_a top_logprobs xtc_probability"),
-    (1, "best_of length_penalty n repeat_penalty repetition_penalty tfs_z typical_p"),
-    (False, "continue_final_message early_stopping echo ignore_eos include_stop_str_in_output logprobs "
-            "no_stop_trim return_hidden_states return_token_ids return_tokens_as_token_ids store "
-            "use_beam_search"),
-    (True, "add_generation_prompt cache_prompt include_reasoning skip_special_tokens "
-           "spaces_between_special_tokens"),
-    ("", "suffix"), ("medium", "verbosity"), (["text"], "modalities"), ({"type": "text"}, "response_format"))
+# Unsupported fields of OpenAI, vLLM, SGLang and llama.cpp; a line has the neutral value, and names
+NEUTRAL = Path(__file__).with_name("neutral.txt").read_text().splitlines()
 LABELS = "model prompt_cache_key prompt_cache_retention request_id safety_identifier user"      # ignored
 FIELDS = {                                      # in addition to SAMPLING; the same form
     "stream": FLAG, "stream_options": OBJECT, "max_completion_tokens": SAMPLING["max_tokens"],
     "tool_choice": only("auto", "none"), "function_call": only("auto", "none"), "parallel_tool_calls": FLAG,
     "service_tier": only("auto", "default"), "metadata": OBJECT, **dict.fromkeys(LABELS.split(), LABEL),
-    **{name: only(value) for value, names in NEUTRAL for name in names.split()}}
+    **{name: only(json.loads(value)) for value, *names in map(str.split, NEUTRAL) for name in names}}
 OPTIONS = {                                     # fields of stream_options
     "include_usage": FLAG, "include_obfuscation": only(False), "continuous_usage_stats": only(False)}
 
@@ -93,6 +87,6 @@ def add_routes(app, answer, frontend, model: str):
     @app.get("/v1/models/<path:name>")          # a folder's name has slashes
     def models(name: str):
         if name not in ("", model.lstrip("/")):
-            raise BadRequest(f"The only model here is {model!r}; ask for that.", 404)
+            abort(404, f"The only model here is {model!r}; ask for that.")
         entry = dict(id=model, object="model", created=0, owned_by="local")
         return entry if name else dict(object="list", data=[entry])

@@ -8,9 +8,9 @@ from functools import partial
 from itertools import islice
 from weakref import WeakKeyDictionary
 
-from flask import Flask, request, send_from_directory
+from flask import Flask, abort, request, send_from_directory
 
-from common.requests import BadRequest, Request
+from common.requests import Request
 from shell import lesson, openai
 from shell.frontend import check_fields
 from shell.guards import read_body
@@ -46,7 +46,8 @@ def look(server, numbers: WeakKeyDictionary, last: dict) -> dict:
     info, cache = dict(server.info, context=server.frontend.context), server.cache
     storage = None
     if hasattr(cache, "tree"):                  # chapter 07, with or without storage
-        kept, pages = cache.storage, cache.pages_in_storage()
+        kept = cache.storage
+        pages = [page for node in cache.tree.nodes() if node.stored for page in node.pages]
         storage = dict(name=kept and str(kept), silent=bool(kept and kept.silent), pages=len(pages),
                        tree=list(islice(tree_rows(cache.tree.root, owner), TREE_ROWS)),
                        owners={at: owner[key] for at, key in enumerate(pages) if key in owner},
@@ -133,7 +134,7 @@ def add_routes(app: Flask, server):
         for asked in list(engine.completed):
             if asked.id == number:
                 return dict(spans=asked.timeline.as_json(), plan=asked.timeline.plan)
-        raise BadRequest(f"The timeline of request {number} is not kept; GET /state lists those kept.", 404)
+        abort(404, f"The timeline of request {number} is not kept; GET /state lists those kept.")
 
     @app.post("/evict")
     def evict():
@@ -144,7 +145,7 @@ def add_routes(app: Flask, server):
     def storage():
         """Show, attach or detach the storage of chapter 07's Cache."""
         if not hasattr(cache, "tree"):
-            raise BadRequest("This chapter has no storage to attach; see GET / and GET /health.", 404)
+            abort(404, "This chapter has no storage to attach; see GET / and GET /health.")
         if request.method != "GET":             # open it on this thread: it may take 1 s
             put = request.method == "PUT"
             opened = cache.open_storage(**check_fields(read_body(), place, needed="url")) if put else None

@@ -2,25 +2,17 @@
 
 Their answers mean nothing. `random:NAME:TOKENS` sets the context."""
 import re
+from pathlib import Path
 
 import torch
 
 from common.llama import LlamaConfig
 from shell.config import ModelError
 
-# vocabulary size, hidden size, intermediate size, layers, heads, KV heads, head dimension, context
-GEOMETRIES = {
-    "tiny": (512, 64, 128, 4, 4, 4, 16, 512),
-    "small": (32000, 1024, 2816, 12, 16, 16, 64, 2048),
-    "long": (8192, 512, 1408, 8, 8, 8, 64, 8192),
-    "tinyllama": (32000, 2048, 5632, 22, 32, 4, 64, 2048),
-    "tinyllama-mha": (32000, 2048, 5632, 22, 32, 32, 64, 2048),
-    "llama2-7b": (32000, 4096, 11008, 32, 32, 32, 128, 4096),
-    "llama2-13b": (32000, 5120, 13824, 40, 40, 40, 128, 4096),
-    "llama3-8b": (128256, 4096, 14336, 32, 32, 8, 128, 8192),
-    # A Llama with OPT-30B's sizes. With 19,136, its three MLP matrices are as large as OPT's two.
-    "opt-30b": (50272, 7168, 19136, 48, 56, 56, 128, 2048),
-}
+# The first line of the file names the columns. opt-30b is a Llama with OPT-30B's sizes: with 19,136, its
+# three MLP matrices are as large as OPT's two
+LINES = Path(__file__).with_name("geometries.txt").read_text().splitlines()
+GEOMETRIES = {name: tuple(map(int, sizes)) for name, *sizes in map(str.split, LINES[1:])}
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token "

@@ -15,6 +15,7 @@ import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -22,9 +23,9 @@ import torch.distributed as dist
 
 from common import requests
 from common.requests import in_words
-from shell import exit_process
+from shell import cli, exit_process, lesson
 from shell.checkpoint import ModelError
-from shell.frontend import Writer
+from shell.frontend import Frontend, Writer
 
 BEAT = 1.0          # seconds between two collectives of an idle server
 TIMEOUT = timedelta(seconds=600)    # of a collective: ranks load a model at different speeds
@@ -326,3 +327,30 @@ def run(rank: int, environment: dict):
         last = done.stderr.strip().rpartition("\n")[2]
         how = f"was killed by signal {-code}" if code < 0 else f"has ended ({last})"
         exit_process(1, f"Rank {rank} {how}; all ranks end.")
+
+
+# 4. Main ----------------------------------------------------------------------------------------------------
+
+def run_ranks(doc, chapter: str, add_arguments, make_engine, demo, load):
+    """Run a chapter from the command line, on this rank: rank 0 as `cli.main` does. The other ranks run the
+    same demo, or execute rank 0's commands.
+
+    `load(ranks, name, dtype, device, same_bits)`: loads this rank's part of the model. The rest: see
+    `cli.main`."""
+    parser = cli.parser_for(doc)
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    begin = lambda *names, **how: load(join(arguments.ranks), *names, **how)  # noqa: E731
+    try:
+        if of_environment(arguments.ranks)[0] == 0:
+            make = lambda *what: BroadcastEngine(partial(make_engine, *what))  # noqa: E731
+            return cli.main(doc, chapter, add_arguments, make, demo, load=begin)
+        asked = arguments.model, arguments.dtype, arguments.device
+        model, tokenizer, end_tokens = begin(*asked, same_bits=arguments.same_bits)
+        if arguments.demo:
+            lesson.prepare(arguments)
+            demo(model, Frontend(model, tokenizer, end_tokens), arguments)
+        else:
+            BroadcastEngine(partial(make_engine, model, arguments), tokenizer).follow()
+    except (ModelError, requests.RequestError, OSError, RankFailed) as error:
+        sys.exit(f"{chapter}: {error}")

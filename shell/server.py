@@ -16,13 +16,12 @@ import time
 from contextlib import suppress
 from functools import partial
 
-from flask import Flask, Response, request
+from flask import Flask, Response, abort, request
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
-from common.requests import END, BadRequest, ClientDisconnected, Request, RequestError, Unavailable
+from common.requests import END, ClientDisconnected, Request, RequestError, Unavailable
 from shell import exit_process, guards, handle_signals, openai, page, to_json
-from shell.frontend import PROMPT, SAMPLING, check_fields
-from shell.texts import result_json
+from shell.frontend import PROMPT, SAMPLING, check_fields, result_json
 
 # Requests at a time. The process needs file descriptors for other files, too.
 MAX_REQUESTS = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
@@ -47,8 +46,7 @@ class Server:
 
     def __init__(self, engine, frontend, info: dict, most: int = MAX_REQUESTS):
         self.engine, self.frontend, self.info, self.most = engine, frontend, info, most
-        cache = getattr(getattr(engine, "lower_tier", None), "cache", None)
-        self.cache = cache if hasattr(cache, "tree") else None  # chapter 07's
+        self.cache = getattr(getattr(engine, "lower_tier", None), "cache", None)    # chapter 01 has none
         self.lock = threading.Lock()            # encode one prompt at a time: it may take much memory
         self.open: list[Request] = []           # requests whose pieces a thread reads
         self.jobs = queue.SimpleQueue()         # (function to run between two steps, queue for its result)
@@ -114,7 +112,7 @@ class Server:
             if self.closing:
                 raise Unavailable(SHUTTING_DOWN)
             if len(self.open) == self.most:
-                raise BadRequest(f"{self.most} requests wait or run already; try again later.", 429)
+                abort(429, f"{self.most} requests wait or run already; try again later.")
             asked = self.frontend.request(received=received, **fields)
             if gone():
                 raise ClientDisconnected("The client hung up.")

@@ -422,7 +422,7 @@ def test_a_trace_changes_its_speed_in_the_middle_of_a_read():
 
 def test_reads_are_charged_back_to_back_and_those_that_were_called_off_neither_charged_nor_done():
     storage, value = both_ends.ModelledStorage(1e9, 1.0), numpy.ones(8000, "u1")  # 1 byte/s: a read takes hours
-    storage.open(Worker)
+    storage.open(Worker, {})
     storage.write([b"1"], [value])
     places = [numpy.zeros_like(value) for _ in range(4)]
     reads = [storage.get([b"1"], [place]) for place in places]

@@ -9,11 +9,11 @@ from conftest import ROOT, load
 
 from common.llama import Llama
 from models.classroom import train
+from models.classroom.facts import Level
 from models.classroom.text import Conversation
 from models.classroom.train import HARD, Rows, evaluate, train_tokenizer
 from shell import checkpoint
 from shell.config import read_config
-from shell.texts import Level
 from tests.support.engines import baseline
 
 FOLDER = ROOT / "models" / "classroom"

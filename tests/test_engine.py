@@ -13,7 +13,7 @@ from common.cache import Cache, Match
 from common.link import Transfer, TransferError
 from common.requests import Request, RequestError, Unavailable
 from shell.cli import summary
-from shell.texts import result_json
+from shell.frontend import result_json
 from tests.support import engines
 from tests.support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, make, submit, tiny_model
 

@@ -16,8 +16,7 @@ from common import sampling
 from common.requests import END, BadRequest, Request, Unavailable
 from shell import checkpoint, openai
 from shell.cli import answer, summary
-from shell.frontend import PROMPT, SAMPLING, Frontend, Writer, check_fields, check_messages
-from shell.texts import result_json
+from shell.frontend import PROMPT, SAMPLING, Frontend, Writer, check_fields, check_messages, result_json
 from tests.support.stub import Engine
 
 HUGE = 10 ** 400

@@ -391,7 +391,7 @@ def test_storage_is_shown_attached_and_detached_from_this_machine_only(client, f
     assert "no storage" in client.ask("/storage").error(404)
     engine = Engine()
     cache = SimpleNamespace(tree=None, storage=None, open_storage=backends.open_storage)
-    cache.attach_storage = lambda kept: kept and kept.open(Worker) or setattr(cache, "storage", kept)
+    cache.attach_storage = lambda kept: kept and kept.open(Worker, {}) or setattr(cache, "storage", kept)
     engine.lower_tier = SimpleNamespace(cache=cache)
     with serving(frontend, engine) as client:
         put, url = partial(client.ask, "/storage", method="PUT"), f"file:{tmp_path}"

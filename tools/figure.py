@@ -13,12 +13,10 @@ import sys
 from itertools import groupby
 
 from common import cache as contract
-from common.estimates import Estimates
 from common.prefixes import BlockKeys
 from common.requests import Request
-from common.restoring import Restorer
 from shell import checkpoint, lesson
-from shell.machine import machine_of
+from shell.lower_tier import restorer
 from shell.modelled_link import Bandwidth
 
 paged, offload, tiered = map(importlib.import_module, ("02_paged_kv", "03_cpu_offload", "07_tiered_storage"))
@@ -46,7 +44,7 @@ def way_of_a_request() -> str:
     """Return the calls of the step that restores 32 tokens and computes the first token of the answer. The
     verbs of common/cache.py that chapter 03 does not override are left out."""
     cache, calls = offload.HostCache(blocks=8, bandwidth=1e9), []
-    engine = make_engine(lambda model: Restorer(cache, Estimates(machine_of(model), True)))
+    engine = make_engine(lambda model: restorer(model, cache, always=True))
     engine.generate([Request(PROMPT, max_tokens=1)])
     lesson.wait_until_idle(engine, "device")  # when host memory has the blocks, evict them from the device
     boxes = [id(engine), id(engine.lower_tier), id(cache), id(cache.load_link)]

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from shell.texts import PLACES, Fact, Level, draw_fact
+from models.classroom.facts import PLACES, Fact, Level, draw_fact
 
 
 def pairs(title: str) -> list[tuple[str, str]]:

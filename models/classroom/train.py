@@ -21,11 +21,11 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from common.llama import Llama
+from models.classroom.facts import Level
 from models.classroom.text import Conversation, general_question
 from shell import checkpoint
 from shell.config import read_config
 from shell.random_models import CHAT_TEMPLATE, SPECIAL
-from shell.texts import Level
 
 CONTEXT = 2048
 REST_WEIGHT = 0.07

@@ -76,10 +76,3 @@ def draw_fact(rng: random.Random, level: Level) -> Fact:
     what = rng.choice(list(FAVORITES))
     value = rng.choice(FAVORITES[what])
     return Fact("favorite", f"My favorite {what} is {value}.", f"What is my favorite {what}?")
-
-
-def result_json(request) -> dict:
-    """-> a finished request as the server's JSON. Times are in milliseconds."""
-    names = "id", "text", "finish_reason", "usage", "source", "found", "decisions", "ttft_ms", "tbt_ms"
-    result = {name: getattr(request, name) for name in names}
-    return result | dict(tokens=request.new, timeline=request.timeline.as_json())
