@@ -271,21 +271,20 @@ def test_a_page_without_room_is_saved_later(device, host, pages, held):
 
 
 def test_an_eviction_waits_for_its_copy_and_loses_the_pages_of_a_late_one(monkeypatch):
-    monkeypatch.setattr("shell.workers.HANG_SECONDS", 0.25)
     rng = random.Random(0)
     with engine_on(Shelf(), write="write_back", blocks=16, host=32) as engine:
-        link, counts = engine.lower_tier.cache.save_link, engine.counts
+        cache, link, counts = engine.lower_tier.cache, engine.lower_tier.cache.save_link, engine.counts
         saved(engine, draw(rng, 200))
-        link.bandwidth, fast = Bandwidth(12 * engine.lower_tier.cache.host.block_bytes / 1.0), link.bandwidth
-        right(engine, draw(rng, 200))
+        link.bandwidth, fast = Bandwidth(12 * cache.host.block_bytes / 0.3), link.bandwidth  # 12 pages in 0.3 s
+        saved(engine, draw(rng, 200))
         assert counts["pages_written"] > 0 and not counts["pages_lost"]
-        wait_until_idle(engine)
         link.bandwidth, written = fast, counts["pages_written"]
-        with faulty(rng, failing=0.3, late=0.3, noisy=2, delay=0.6, lanes=["save"]) as faults:
-            for prompt in rng.choices([draw(rng, 100) for _ in range(4)], k=24):
+        monkeypatch.setattr(tiers, "LONGEST_SAVE", 0.05)
+        with faulty(rng, failing=0.2, late=0.4, noisy=2, delay=0.2, lanes=["save"]) as faults:
+            for prompt in rng.choices([draw(rng, 100) for _ in range(4)], k=20):
                 right(engine, prompt)
                 late = [transfer for transfer, *_ in faults.copies if not transfer.ready]
-                assert not late or any(engine.lower_tier.cache.host.references), "blocks that a late copy still writes stay referenced"
+                assert not late or any(cache.host.references), "blocks that a late copy still writes stay referenced"
             wait_until_idle(engine)
         assert faults.failed and faults.delayed and counts["pages_lost"] > 0 and counts["pages_written"] > written
 
@@ -367,6 +366,7 @@ def test_pages_are_copied_to_the_device_while_storage_reads_later_ones(policy, t
         shelf.get = lambda keys: (shelf.asked and shelf.open.clear(), get(keys))[1]  # only the first read ends
         engine.max_running = 0 if policy == "best_effort" else 64  # so that it stays queued
         engine.submit(request := Request(prompt, 4))
+        clock.now = request.received
         assert steps(engine, lambda: len(engine.pool.block_of) == 4) and not request.table and engine.counts["swap_ins"] == 4
         clock.now = request.received + (30 + 16 * 384 / 1024 if policy == "timeout" else MAX_WAIT)
         engine.max_running = 64
@@ -689,9 +689,9 @@ def test_storage_and_policies_may_change_during_traffic(policies):
 
     for shelf in shelves:
         shelf.set = failing(lambda *given, keep=shelf.set: (time.sleep(0.005), keep(*given)))
-    counts = traffic.run("", 60, seed=5, make=make_one, answer=12)
+    counts = traffic.run("", 40, seed=5, make=make_one, answer=8)
     assert counts["wrong"] == counts["failed"] == 0 and counts["restored"] > 5, counts
-    assert len(stored) >= 50 and sum(stored) > 100
+    assert len(stored) >= 30 and sum(stored) > 100
 
 
 def test_another_storage_replaces_one_that_hangs_and_gets_its_pages():
