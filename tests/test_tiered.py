@@ -129,39 +129,38 @@ def check_tree(tree, cache=None):
 
 
 def test_the_tree_agrees_with_a_dictionary():
+    """`known`: page -> [whether the device has it, its host block, whether it is stored]."""
     rng, block_keys, tree, known = random.Random(0), paged.BlockKeys("", 1), tiers.HiRadixTree(), {}
     for number in range(600):
         chain = block_keys.extend([], [rng.randrange(3) for _ in range(rng.randrange(1, 12))])
-        expected = 0
-        while expected < len(chain) and chain[expected] in known:
-            expected += 1
-        first = rng.randrange(expected + 1)  # a run may begin at any known page
-        found = [(node, page, place) for node, part in tree.spans(chain[first:])
-                 for page, place in zip(node.pages[part], (node.host_blocks or [None] * len(node.pages))[part])]  # fmt: skip
-        assert [(page, bool(node.parent)) for node, page, _ in found] == [(page, page in known) for page in chain[first:]]
-        states = [known.get(page, dict(device=False, host_blocks=None, stored=False)) for page in chain[first:]]
-        assert [dict(device=node.device, host_blocks=place, stored=node.stored) for node, _, place in found] == states
-        run, tier = chain[rng.randrange(expected + 1) :] or chain, rng.choice(["device", "host_blocks", "stored"])
+        length = next((at for at, page in enumerate(chain) if page not in known), len(chain))
+        first = rng.randrange(length + 1)  # a run may begin at any known page
+        found = [(page, node) for node, part in tree.spans(chain[first:]) for page in node.pages[part]]
+        assert [page for page, _ in found] == chain[first:]
+        for page, node in found:
+            at = node.pages.index(page)
+            assert [node.device, node.host_blocks[at : at + 1], node.stored] == known.get(page, [False, [], False])
+            assert bool(node.parent) == (page in known)
         if rng.random() < 0.7:
-            has = rng.random() < 0.6
-            state = {page: number + at if tier == "host_blocks" else True for at, page in enumerate(run) if has}
+            run, tier, has = chain[rng.randrange(length + 1) :] or chain, rng.randrange(3), rng.random() < 0.6
+            state = lambda pages: [has, [number + page.depth for page in pages] * has, has][tier]  # noqa: B023, E731
             for node in tree.change(set(run)):
-                setattr(node, tier, [state[page] for page in node.pages if has] if tier == "host_blocks" else has)
+                setattr(node, ("device", "host_blocks", "stored")[tier], state(node.pages))
             for page in chain:
-                known.setdefault(page, dict(device=False, host_blocks=None, stored=False))
-                if page in run:
-                    known[page][tier] = state.get(page, None if tier == "host_blocks" else False)
+                known.setdefault(page, [False, [], False])
+            for page in run:
+                known[page][tier] = state([page])
         if rng.random() < 0.1:  # forget leaves whose pages are neither on the device nor in host memory
             keep = set(rng.sample(sorted(known, key=lambda page: page.digest), len(known) // 2))
             tree.forget(keep)
             left = {page for node in tree.nodes() for page in node.pages}
-            gone = [state for page, state in known.items() if page not in left]
-            assert not keep - left and not any(state["device"] or state["host_blocks"] is not None for state in gone)
+            assert keep <= left and not any(known[page][0] or known[page][1] for page in known.keys() - left)
             ends = [node for node in tree.nodes() if not node.children]
             assert all(node.is_local or keep & {*node.pages} for node in ends), "a leaf is kept only for a reason"
             known = {page: known[page] for page in left}
         check_tree(tree)
     assert len(tree.nodes()) < tree.size, "consecutive pages share a node"
+
 
 
 def test_a_lookup_reads_only_the_nodes_on_its_path():
@@ -643,27 +642,6 @@ def test_layouts_with_equal_pages_share_storage(first, second):
             table = engine.pool.find(engine.block_keys.extend([], prompt))
             kept.append(engine.pool.memory[:, :, table].clone())
     assert torch.equal(*kept) and len(shelf) == (12 if shares else 24)
-
-
-@pytest.mark.parametrize("when", ["before it is asked", "behind its answer", "while it fails"])
-def test_an_emptied_storage_gets_its_pages_again(when):
-    with only_stored(470) as (engine, shelf, prompt):
-        right(engine, prompt)
-        evict(engine)
-        forget_from(engine, prompt, page=10)  # host memory has ten pages, storage all 29
-
-        def restart(keys):
-            shelf.pages.clear()
-            return [None] * len(keys) if when == "behind its answer" else 1 / 0
-
-        if when == "before it is asked":
-            shelf.pages.clear()
-        get, shelf.get = shelf.get, restart
-        with queued(engine, prompt) as request:
-            assert steps(engine, lambda: engine.counts["pages_lost"] == 19)
-            shelf.get = get
-        wait_until_idle(engine)
-        assert len(shelf) == 29 and engine.counts["pages_lost"] == 19 and request.found == {"cpu": 160}
 
 
 # 5. Changes at run time -------------------------------------------------------------------------
