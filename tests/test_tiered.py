@@ -455,17 +455,6 @@ def test_prefill_and_storage_meet():
         assert not engine.counts["failed_restorations"], "no restoration fails"
 
 
-def test_a_claimed_page_is_computed_if_its_copy_fails():
-    with only_stored(480, "both_ends") as (engine, shelf, prompt):
-        engine.pool.memory.fill_(float("nan"))
-        failed, cache = Transfer("load", "layer 0"), engine.lower_tier.cache
-        failed.finish(0.0, 0.0, RuntimeError("no"))
-        cache.copy_in = Mock(wraps=cache.copy_in, side_effect=[DEFAULT] + 99 * [[failed]])  # the first copy succeeds
-        read_in_steps(engine, shelf)
-        request = right(engine, prompt)
-        assert cache.copy_in.call_count > 1 and engine.counts["failed_restorations"] == 1 and not request.found
-
-
 def test_storage_brings_all_pages_before_both_ends_begins():
     with only_stored(480, "both_ends", host=64) as (engine, _, prompt):
         cache, offer = engine.lower_tier.cache, engine.lower_tier.cache.offer
