@@ -106,8 +106,8 @@ def test_states_are_copied_before_k_and_v_and_recomputing_comes_first():
     ask_and_evict(engine, PROMPT, 1)
     order, copy = [], cache.load_link.copy
     cache.load_link.copy = lambda *what: order.append(what[2]) or copy(*what)
-    for step in "project", "recompute":
-        setattr(cache, step, lambda *what, step=step, does=getattr(cache, step): order.append(step) or does(*what))
+    for step, does in ("project", cache.project), ("recompute", cache.recompute):
+        setattr(cache, step, lambda *what, step=step, does=does: order.append(step) or does(*what))
     plan = ask(engine, PROMPT + [3], 1).timeline.plan
     assert order == ["layer 1", "layer 2", "recompute", "project", "project"] and plan["rows"] == [["layers", "RHK"]]
     costs = Costs(**{name: ms / 1e3 for name, ms in plan["costs_ms"].items()})

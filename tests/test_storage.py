@@ -202,27 +202,20 @@ def test_a_hit_on_the_device_counts_as_use_of_the_stored_blocks(kind, tmp_path):
         assert ask(engine, one).found == {}, "the prompt that was used once is gone"
 
 
-@pytest.mark.parametrize("kind", ["file", "redis", "own"])
-def test_a_back_end_returns_the_values_that_it_has_stored(kind, tmp_path):
-    def check(url: str, config: dict | None = None):
+@pytest.mark.parametrize("url, config", [
+    ("file:", {}), ("redis:", {}), ("tests.support.ranks:Losing", dict(rng=random.Random(0), share=0.0)), ("shell.backends:Directory", {}),
+])  # fmt: skip
+def test_a_back_end_returns_the_values_that_it_has_stored(url, config, tmp_path):
+    with redis_server() if url == "redis:" else nullcontext(f"file:{tmp_path}" if url == "file:" else url) as url:
+        config = dict(url=str(tmp_path)) if url.endswith(":Directory") else config
         backend, (one, two, three, empty) = backends.open_backend(url, config), (digit * 64 for digit in "abcd")
         backend.set([one, two, empty], [b"1" * 100, b"2" * 50, b""])  # a crash may leave an empty file
         assert list(map(bool, backend.exists([one, three, two]))) == [True, False, True]
-        assert backend.get([empty, three, one]) == [b"", None, b"1" * 100]
-        assert backend.get([two]) == [b"2" * 50]
+        assert backend.get([empty, three, one]) == [b"", None, b"1" * 100] and backend.get([two]) == [b"2" * 50]
         with engine_on(backends.open_backend(url, config)) as engine:
             right(engine, prompt := draw(random.Random(0), 200))
             forget(engine)
             assert right(engine, prompt).found == {"storage": 192}
-
-    if kind == "redis":
-        with redis_server() as url:
-            check(url)
-    elif kind == "file":
-        check(f"file:{tmp_path}")
-    else:
-        check("tests.support.ranks:Losing", dict(rng=random.Random(0), share=0.0))
-        check("shell.backends:Directory", dict(url=str(tmp_path)))
 
 
 # 3. A directory --------------------------------------------------------------------------------
