@@ -98,17 +98,6 @@ def forget_from(engine, prompt: list[int], page: int):
     host.evict([host.block_of[block_key] for block_key in engine.block_keys.extend([], prompt)[page:]])
 
 
-def slow_storage(engine, tokens: int):
-    """Set the engine's estimates: computing `tokens` tokens takes 1 s, and reading a page takes much longer."""
-    estimates, reader = engine.lower_tier.estimates, engine.lower_tier.cache.storage.reader
-    estimates.always = False
-    estimates.computing.samples.clear()
-    estimates.computing.record(flops(engine.model.config, 0, tokens), 1.0)
-    reader.reap_completed()
-    reader.measured.samples.clear()
-    reader.measured.record(1e3, 1.0)
-
-
 # 1. The tree -----------------------------------------------------------------------------------
 
 def check_tree(tree, cache=None):
@@ -384,7 +373,12 @@ def test_pages_are_copied_to_the_device_while_storage_reads_later_ones(policy, t
 
 def test_a_request_does_not_wait_for_storage_slower_than_computing():
     with only_stored() as (engine, shelf, prompt):
-        slow_storage(engine, 200)
+        estimates, reader = engine.lower_tier.estimates, engine.lower_tier.cache.storage.reader
+        reader.reap_completed()
+        for speed, seconds in (estimates.computing, 1.0), (reader.measured, 1e9):
+            speed.samples.clear()
+            speed.record(flops(engine.model.config, 0, 200), seconds)
+        estimates.always = False
         shelf.open.clear()  # no read ends before the decision, and tells another speed
         engine.submit(request := Request(prompt, 4))
         assert steps(engine, lambda: request.outcome, 500) and request.found == {}
