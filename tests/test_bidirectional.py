@@ -178,7 +178,7 @@ def keys_of(cache) -> list[bytes]:
     return [cache.storage.keys(block_key.digest, 1)[0] for block_key in cache.block_keys.extend([], PROMPT)]
 
 
-def test_a_match_is_priced_at_what_prefill_and_storage_do_together():
+def test_a_match_is_priced_for_prefill_and_storage_together():
     engine, cache, storage = engine_for()
     estimates, request = engine.lower_tier.estimates, Request(PROMPT + [7], 1)
     estimates.always = False

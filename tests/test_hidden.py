@@ -54,21 +54,6 @@ def test_rows_of_full_blocks_are_saved_once():
     assert engine.counts["bytes_out"] == moved > 0, "rows that are computed again are not saved again"
 
 
-def test_a_block_of_which_a_part_was_not_saved_is_not_found():
-    engine, cache = engine_for(token_budget=8)
-    with faulty(random.Random(1), late=1.0, delay=0.1, lanes=("save",)) as faults:
-        faults.broken["save"] = 1  # the copy of the first block's first half fails
-        ask(engine, PROMPT[:40], 1)
-        wait_until_idle(engine)
-    assert found(engine, PROMPT[:40]) == 0 and engine.counts["drops"] == 1
-    assert not cache.store.pool.block_of, "later blocks are not found, either"
-    evict(engine)
-    again = ask(engine, PROMPT[:40], 8)
-    assert ORACLE.judge(again) == "equal" and again.source == "miss"
-    assert found(engine, PROMPT[:40]) == 32, "blocks are saved when they are computed again"
-    check_pools(engine)
-
-
 def test_a_full_snapshot_buffer_drops_rows_and_no_step_waits_for_a_save(monkeypatch):
     engine, cache = engine_for(token_budget=64)  # so the buffer has 256 rows
     prompt, may_sort, waited = draw(random.Random(4), 400), threading.Event(), []

@@ -135,7 +135,7 @@ class Following(offload.HostCache):
             self.lane.deliver(1)
 
 
-def test_the_forward_pass_runs_one_layer_behind_the_copies(monkeypatch):
+def test_the_forward_pass_follows_the_copies_by_one_layer(monkeypatch):
     monkeypatch.setattr(estimates, "MAX_WAIT", 5.0)  # a question that waited for all layers would wait forever
     engine, cache, _, load = engine_for(load=False, cache=Following)
     cache.lane = load

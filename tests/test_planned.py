@@ -43,7 +43,7 @@ def test_a_shorter_history_is_restored_no_later_than_by_chapter_03():
     ("RRH", 7 + 3 + 0.5 * 2 + 3 + 0.5),  # recompute, project, 2 layers of the question, project, 1 layer of it
     ("RHK", 3 + 0.5 + 3 + 0.5 + 0.5),  # K arrives at 3, while H is projected
 ])  # fmt: skip
-def test_the_seconds_of_a_plan_equal_those_computed_by_hand(letters, seconds):
+def test_the_seconds_of_a_plan_equal_a_computation_by_hand(letters, seconds):
     assert plan_seconds(letters, Costs(7.0, 3.0, 1.0, 2.0, 0.5)) == pytest.approx(seconds)
 
 

@@ -536,11 +536,11 @@ def test_a_prefetch_does_not_evict_the_pages_of_another_one(again, monkeypatch):
 def test_saves_do_not_evict_prefetched_pages():
     with only_stored((100, 40), host=8) as (engine, _, long, short):
         engine.max_running = 1
-        engine.submit(other := Request(short, 400))
+        engine.submit(other := Request(short, 160))
         assert steps(engine, lambda: other.new)
         engine.submit(request := Request(long, 2))
         assert steps(engine, lambda: request.memo and len(request.memo.pages_read) == 6)
-        assert len(other.new) < 200, "most of its pages are still to be saved"
+        assert len(other.new) < 100, "most of its pages are still to be saved"
         until_over(engine, other, request)
         assert request.found == {"storage": 96}
 
