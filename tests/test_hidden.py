@@ -2,7 +2,6 @@
 
 import random
 import threading
-from dataclasses import replace
 from unittest.mock import DEFAULT, Mock
 
 import numpy
@@ -205,28 +204,6 @@ def test_a_block_is_referenced_while_it_is_written():
     check_pools(engine)
     engine.lower_tier.cache.poll()
     assert not engine.lower_tier.cache.in_flight, "empty lanes are removed"
-
-
-@pytest.mark.parametrize("budget, computed", [(16, 16), (5, 5)])
-def test_a_block_begun_between_two_restorations_is_released(budget, computed):
-    """If only some blocks find room, a part of the prompt is computed, and then more blocks are restored."""
-    engine = restart(saved(PROMPT * 2), token_budget=budget)
-    match, offered = engine.lower_tier.cache.match, []
-
-    def first_blocks_first(request):
-        offered.append(match(request))
-        if len(offered) == 1:
-            offered[0] = replace(offered[0], tokens=64, blocks=offered[0].blocks[:4], found={"disk": 64})
-        return offered[-1]
-
-    engine.lower_tier.cache.match = first_blocks_first
-    request = ask(engine, PROMPT * 2 + [3], 8)
-    assert request.found == {"disk": 288 - computed} and ORACLE.judge(request) == "equal"
-    engine.lower_tier.cache.match = match
-    assert found(engine, request.tokens[:-1]) == 304
-    check_pools(engine)
-    evict(engine)
-    assert ORACLE.judge(ask(engine, request.tokens, 8)) == "equal"
 
 
 def test_a_refused_write_is_retried_until_host_memory_evicts_the_block(monkeypatch, tmp_path):
