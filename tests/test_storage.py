@@ -71,14 +71,14 @@ def opened(backend):
 
 # 1. Back ends that fail ------------------------------------------------------------------------
 
-FAULTS = {
+BROKEN = {
     "get": ("raises", "hangs", "answers nothing", "loses all", "forgets", "swaps", "cuts", "flips a bit"),
     "set": ("raises", "hangs", "raises halfway", "forgets", "cuts"),
     "exists": ("raises", "hangs", "answers nothing", "loses all", "forgets"),
 }
 
 
-@pytest.mark.parametrize("method, fault", [(method, fault) for method, faults in FAULTS.items() for fault in faults])
+@pytest.mark.parametrize("method, fault", [(method, fault) for method, faults in BROKEN.items() for fault in faults])
 @pytest.mark.parametrize("kind", ["hidden", "both", "tiered", "tiered, both ends", "ranked"])
 def test_a_broken_back_end_costs_time_only(kind, method, fault, monkeypatch):
     """Two prompts are stored when one method of the back end breaks; a third prompt is new. Then it is repaired."""
