@@ -18,7 +18,7 @@ import torch
 from conftest import write_model
 
 from common import store
-from common.link import Transfer, TransferError
+from common.link import Transfer
 from common.requests import Request
 from shell import checkpoint, cli, limits, ranks
 from tests.support import engines, forked, serving
@@ -118,21 +118,6 @@ def test_a_block_is_released_when_the_ranks_have_agreed():
     assert engine.pool.references[block] == 2, "on another rank the copy may not be complete yet"
     engine.lower_tier.cache.poll()
     assert engine.pool.references[block] == 1
-
-
-def test_ranks_agree_on_a_failed_copy_after_the_last_layer():
-    engine, copies = engines.make(cache := ranked.KVCache(ranks.Ranks(), 64, 1e9)), []
-    for error, *number in (None, lambda value: 7), (OSError(),), (None,):
-        copies.append(cache.agree_on(Transfer("load", "layer 2"), *number))
-        assert copies[-1].local_state() == ranked.ON_ITS_WAY
-        copies[-1].own.finish(0.0, 0.0, error)
-        copies[-1].restoration, cache.until[engine] = engine, 1e9  # the engine stands for a restoration
-    assert [copy.local_state() for copy in copies] == [ranked.ARRIVED + 7, ranked.FAILED, ranked.ARRIVED], "a failed copy does not count as arrived"
-    cache.ranks.all_true = lambda here: False  # as if a copy had failed on another rank
-    assert copies[2].queue_wait(), "ranks agree after the last layer only"
-    copies[2].last = True
-    with pytest.raises(TransferError):
-        copies[2].queue_wait()
 
 
 def test_a_slow_link_does_not_decide_which_blocks_are_saved():
