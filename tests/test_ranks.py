@@ -18,7 +18,6 @@ import torch
 from conftest import write_model
 
 from common import store
-from common.link import Transfer
 from common.requests import Request
 from shell import checkpoint, cli, limits, ranks
 from tests.support import engines, forked, serving
@@ -107,18 +106,6 @@ def test_a_wrong_number_of_ranks_is_refused_in_a_sentence(monkeypatch):
 
 
 # 3. Agreement ----------------------------------------------------------------------------------
-
-def test_a_block_is_released_when_the_ranks_have_agreed():
-    engine = engines.make(ranked.KVCache(ranks.Ranks(), 64, engines.BANDWIDTH))
-    (block,) = engine.pool.allocate(1)
-    transfer = Transfer("load", "a copy", 0)
-    transfer.finish(0.0, 0.0)
-    engine.lower_tier.cache.hold("load", [transfer], (engine.pool, [block]))
-    ranked.Cache.poll(engine.lower_tier.cache)
-    assert engine.pool.references[block] == 2, "on another rank the copy may not be complete yet"
-    engine.lower_tier.cache.poll()
-    assert engine.pool.references[block] == 1
-
 
 def test_a_slow_link_does_not_decide_which_blocks_are_saved():
     engine = engines.make(ranked.KVCache(ranks.Ranks(), 64, 1000.0))  # bytes/s: a save takes a minute
