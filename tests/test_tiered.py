@@ -524,25 +524,13 @@ def test_prefetches_hold_at_most_half_of_host_memory():
 
 
 @pytest.mark.parametrize("again", [1.0, 0.0])
-def test_a_prefetch_does_not_evict_the_pages_of_another_one(again, monkeypatch):
+def test_prefetched_pages_are_not_evicted_before_their_request_runs(again, monkeypatch):
     monkeypatch.setattr(tiers, "RETRY_SECONDS", again)  # seconds until storage is asked again for a request that has all its pages
     with only_stored((100, 80), host=8) as (engine, _, *prompts):
         with queued(engine, prompts[0]) as first, queued(engine, prompts[1]):
             assert steps(engine, lambda: len(first.memo.pages_read) == 6)
             steps(engine, lambda: False, 20)
         assert first.found == {"storage": 96}
-
-
-def test_saves_do_not_evict_prefetched_pages():
-    with only_stored((100, 40), host=8) as (engine, _, long, short):
-        engine.max_running = 1
-        engine.submit(other := Request(short, 160))
-        assert steps(engine, lambda: other.new)
-        engine.submit(request := Request(long, 2))
-        assert steps(engine, lambda: request.memo and len(request.memo.pages_read) == 6)
-        assert len(other.new) < 100, "most of its pages are still to be saved"
-        until_over(engine, other, request)
-        assert request.found == {"storage": 96}
 
 
 def test_a_request_that_must_compute_does_not_ask_storage():
@@ -628,8 +616,8 @@ def test_storage_and_policies_may_change_during_traffic(policies):
 
     for shelf in shelves:
         shelf.set = failing(lambda *given, keep=shelf.set: (time.sleep(0.005), keep(*given)))
-    counts = traffic.run("", 40, seed=5, make=make_one, answer=8)
-    assert counts["wrong"] == counts["failed"] == 0 and counts["restored"] > 5, counts
+    counts = traffic.run("", 60, seed=5, make=make_one, answer=8)
+    assert counts["wrong"] == counts["failed"] == 0 and counts["restored"] > 3, counts
     assert len(stored) >= 30 and sum(stored) > 100
 
 
