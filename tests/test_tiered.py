@@ -243,21 +243,6 @@ def test_a_failed_save_is_retried_after_the_next_step(cache):
         assert len(engine.lower_tier.cache.host.find(request.chain)) == 6
 
 
-@pytest.mark.parametrize("device, host, pages, held", [(54, 34, 20, 0), (54, 6, 6, 6), (54, 6, 20, 0)])
-def test_a_page_without_room_is_saved_later(device, host, pages, held):
-    """Five prompts at once.
-
-    Storage has room for all of them. In host memory, newer pages that are stored make room for older ones."""
-    shelf, rng, other = Shelf(), random.Random(0), Transfer("load", "another's")
-    with engine_on(shelf, blocks=device, host=host) as engine:
-        cache = engine.lower_tier.cache
-        cache.hold("load", [other], given=[(cache.host, cache.host.allocate(held))])
-        engine.generate([Request(draw(rng, 16 * pages), 1) for _ in range(5)])
-        other.finish(0.0, 0.0)
-        wait_until_idle(engine)
-        assert len(shelf) + engine.counts["pages_lost"] == 5 * pages
-
-
 def test_an_eviction_waits_for_its_copy_and_loses_the_pages_of_a_late_one(monkeypatch):
     rng = random.Random(0)
     with engine_on(Shelf(), write="write_back", blocks=16, host=32) as engine:
@@ -296,15 +281,6 @@ def test_making_room_on_the_device_keeps_the_host_pages_that_are_loaded_ahead(bl
     with engine_on(shelf, "wait_complete", "write_back", blocks=blocks, host=host, threshold=16) as engine:
         right(engine, draw(rng, 16 * blocks - 20))  # its dirty pages fill the device, and need room in host memory
         assert right(engine, prompt).found["storage"] >= 64
-
-
-def test_a_match_ends_at_a_gap_in_host_memory():
-    with engine_on(Shelf(), "best_effort", threshold=512) as engine:
-        saved(engine, prompt := draw(random.Random(0), 100))
-        first, second, *_ = engine.block_keys.extend([], prompt)
-        engine.pool.evict([engine.pool.block_of[first]])
-        engine.lower_tier.cache.host.evict([engine.lower_tier.cache.host.block_of[second]])
-        assert right(engine, prompt).found == {"cpu": 16}
 
 
 def test_no_page_is_written_after_a_gap():

@@ -160,19 +160,19 @@ class Shelf:
     def broken(self, method: str, fault: str):
         """Context manager: let one of the three methods fail; at the end, repair it.
 
-        `fault`: a key of FAULTS, or "hangs" (until the end)."""
-        does, hanging = getattr(self, method), threading.Event()
+        `fault`: a key of FAULTS; "hangs": until the end; "times out": each thread's first call raises, later calls hang."""
+        does, repaired, seen = getattr(self, method), threading.Event(), set()
 
         def fails(*given):
-            if fault == "hangs":
-                assert hanging.wait(60)
-                return does(*given)
-            return FAULTS[fault](does, *given)
+            if fault == "hangs" or fault == "times out" and threading.get_ident() in seen:
+                assert repaired.wait(60)
+            seen.add(threading.get_ident())
+            return does(*given) if fault == "hangs" else FAULTS[fault](does, *given)
 
         setattr(self, method, fails)
         yield
         setattr(self, method, does)
-        hanging.set()
+        repaired.set()
 
 
 def changing(change):
@@ -187,6 +187,7 @@ def changing(change):
 # fault -> function(method, its arguments), called in place of the method
 FAULTS = {
     "raises": lambda does, *given: 1 / 0,
+    "times out": lambda does, *given: 1 / 0,
     "raises halfway": lambda does, *given: does(*(part[::2] for part in given)) or 1 / 0,
     "answers nothing": lambda does, *given: None,
     "loses all": lambda does, *given: does.__self__.pages.clear() or does(*given),
