@@ -206,23 +206,6 @@ def test_a_block_is_referenced_while_it_is_written():
     assert not engine.lower_tier.cache.in_flight, "empty lanes are removed"
 
 
-def test_a_refused_write_is_retried_until_host_memory_evicts_the_block(monkeypatch, tmp_path):
-    engine, cache = engine_for(storage=engines.chunk_files(tmp_path))
-    files = lambda: len(list(tmp_path.iterdir())) // len(cache.store.parts)  # noqa: E731
-    for refused in range(2):
-        with monkeypatch.context() as patch:
-            patch.setattr(StoredChunks, "write", lambda *given: None)
-            ask(engine, PROMPT[refused:])
-            wait_until_idle(engine)
-            assert len(cache.store.pool.block_of) == 9 and files() == 9 * refused
-            if refused:
-                engine.evict("host")
-        cache.poll()
-        wait_until_idle(engine)
-        assert files() == 9 and engine.counts["blocks_lost"] == engine.counts["writes_dropped"] == 9 * refused
-        engine.evict("host")
-
-
 @pytest.mark.parametrize("host, tokens", [(0, 0), (1, 16), (5, 80)])
 def test_stored_blocks_are_found_as_far_as_host_memory_has_room(host, tokens):
     engine = restart(saved(), host)
