@@ -219,8 +219,7 @@ def test_prefill_takes_its_share_beside_others_and_all_of_a_step_alone(share, la
     engine, cache, storage = engine_for(budget=100, share=share)
     storage.bandwidth = Bandwidth(1e-9)  # nothing arrives from storage: prefill takes all that it may
     request = submit(engine, steps=1)
-    alone = request.computed
-    assert alone == (100 if share else 0)
+    assert request.computed == (100 if share else 0)
     other = submit(engine, draw(random.Random(1), 150), 9, steps=1)
     if late:
         request.restoration.deadline = 0.0

@@ -13,7 +13,7 @@ from tests.support import forked
 
 
 def test_the_contract_catches_a_forgotten_reference(tmp_path):
-    """Here a reference is forgotten. tests/test_exercises.py has other mistakes."""
+    """Other mistakes are in tests/test_exercises.py."""
     source, right = (ROOT / "examples/my_cache.py").read_text(), "(self.pool, [block]), given="
     assert source.count(right) == 1
     (tmp_path / "judged_cache.py").write_text(source.replace(right, "given="))

@@ -81,7 +81,7 @@ BROKEN = {
 @pytest.mark.parametrize("method, fault", [(method, fault) for method, faults in BROKEN.items() for fault in faults])
 @pytest.mark.parametrize("kind", ["hidden", "both", "tiered", "tiered, both ends", "ranked"])
 def test_a_broken_back_end_costs_time_only(kind, method, fault, monkeypatch):
-    """Two prompts are stored when one method of the back end breaks; a third prompt is new. Then it is repaired."""
+    """One method of the back end breaks while it stores two of three prompts, and is repaired later."""
     monkeypatch.setattr(engines.tiers, "RETRY_SECONDS", 0.0)
     shelf, rng = Shelf(), random.Random(f"{method} {fault}")
     prompts = [draw(rng, 130) for _ in range(3)]
@@ -155,8 +155,7 @@ def test_a_job_with_more_bytes_hangs_later(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_write_to_slow_storage_waits_or_is_counted(kind, tmp_path, monkeypatch):
-    """Sixteen prompts at once, and then one more turn of each. In chapters 04 and 05, only eight jobs may wait for the
-    writer."""
+    """In chapters 04 and 05, only eight jobs may wait for the writer, while sixteen prompts are asked."""
     rng, write = random.Random(0), backends.Directory.write
     monkeypatch.setattr(store, "BACKLOG", 256 if kind == "both" else 8)
     with monkeypatch.context() as slow, engine_with(cache_over(kind, directory(tmp_path), 400), 400) as engine:
