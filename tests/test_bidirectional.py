@@ -100,35 +100,18 @@ def test_prefill_and_storage_meet_inside_a_block():
     assert request.found == {"storage": 344} and request.timeline.plan["rows"] == [["chunks", "BLLLLL"]]
 
 
-def test_chunks_that_arrive_during_a_step_end_it():
-    engine, cache, storage = engine_for()
-    request, seen = submit(engine, steps=1), []
-
-    def save_layer(layer, hidden, batch):
-        seen.append((layer, request.restoration.limit if request.restoration else None))
-        if len(seen) == 1:
-            storage.deliver(2)
-        if len(seen) == 2:
-            storage.deliver(4)
-
-    cache.save_layer, steps = save_layer, engine.counts["steps"]
+@pytest.mark.parametrize("beside", [False, True])
+def test_chunks_that_arrive_during_a_step_end_it_unless_it_has_another_request(beside):
+    engine, cache, storage = engine_for(budget=96 if beside else 64)
+    request, others, layers = submit(engine), [submit(engine, draw(random.Random(1), 200)) for _ in range(beside)], []
     engine.step()
-    assert seen == [(0, 384), (1, 256)], "the third layer is not computed"
-    assert engine.counts["steps"] == steps and request.computed == 384
-    finish(engine, storage, request)
-    assert request.found == {"storage": 320}
-
-
-def test_a_step_of_two_requests_is_completed():
-    engine, cache, storage = engine_for(budget=96)
-    request, other = submit(engine), submit(engine, draw(random.Random(1), 200), steps=1)
-    computed = request.computed
-    cache.save_layer = lambda *_: storage.deliver(6)
+    computed, steps = request.computed, engine.counts["steps"]
+    cache.save_layer = lambda layer, *_: (storage.deliver(6), layers.append(layer))
     engine.step()
-    assert computed < request.restoration.limit
-    assert request.computed == request.restoration.limit
-    finish(engine, storage, request, other)
-    assert request.found == {"storage": 384 - computed - 64}
+    assert layers == ([0, 1, 2] if beside else [0]) and engine.counts["steps"] - steps == beside
+    assert request.computed == (request.restoration.limit if beside else 384)
+    finish(engine, storage, request, *others)
+    assert request.found == {"storage": 384 - computed - 64 * beside}
 
 
 def test_chunks_that_have_arrived_stay_when_storage_fails():
