@@ -567,6 +567,18 @@ def test_layouts_with_equal_pages_share_storage(first, second):
     assert torch.equal(*kept) and len(shelf) == (12 if shares else 24)
 
 
+def test_an_emptied_storage_gets_its_pages_again_and_lost_ones_are_counted(monkeypatch):
+    monkeypatch.setattr(tiers, "RETRY_SECONDS", 60.0)
+    with only_stored(470) as (engine, shelf, prompt):
+        right(engine, prompt)
+        evict(engine)
+        forget_from(engine, prompt, page=10)  # host memory has ten pages, storage all 29
+        with shelf.broken("get", "loses all"), queued(engine, prompt) as request:
+            assert steps(engine, lambda: engine.counts["pages_lost"] == 19, 200)
+        wait_until_idle(engine)
+        assert len(shelf) == 29 and engine.counts["pages_lost"] == 19 and request.found == {"cpu": 160}
+
+
 # 5. Changes at run time -------------------------------------------------------------------------
 
 @pytest.mark.parametrize("policies", [[*tiers.PREFETCH][:3], ["both_ends"]])
