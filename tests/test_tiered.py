@@ -519,14 +519,12 @@ def test_a_request_that_must_compute_does_not_ask_storage():
 def test_a_late_answer_starts_no_read():
     """The request already computes when storage answers."""
     with only_stored(200, "both_ends") as (engine, shelf, prompt):
-        exists, shelf.exists = shelf.exists, lambda keys: shelf.open.wait(60) and exists(keys)
         shelf.asked.clear()
-        shelf.open.clear()
         engine.token_budget = 16  # so that the request takes many steps
-        engines.submit(engine, request := Request(prompt, 4), steps=1)
-        request.wait_deadline = 0.0
-        assert steps(engine, lambda: request.table)
-        shelf.open.set()
+        with shelf.broken("exists", "hangs"):
+            engines.submit(engine, request := Request(prompt, 4), steps=1)
+            request.wait_deadline = 0.0
+            assert steps(engine, lambda: request.table)
         [transfer.completed.wait(60) for transfers, *_ in engine.lower_tier.cache.in_flight["ask"] for transfer in transfers]
         until_over(engine, request)
         assert request.found == {} and not shelf.asked and ORACLE.judge(request) != "wrong"
@@ -539,12 +537,10 @@ def test_pages_that_storage_lacks_are_not_read():
         for block_key in engine.block_keys.extend([], prompt)[:3]:
             del shelf.pages[block_key.digest.hex()]
         shelf.asked.clear()
-        exists, shelf.exists = shelf.exists, lambda keys: shelf.open.wait(60) and exists(keys)
-        shelf.open.clear()
-        engine.submit(request := Request(prompt, 2))
-        engine.take_arrivals()  # storage is asked while host memory has three pages
-        engine.evict("host")
-        shelf.open.set()
+        with shelf.broken("exists", "hangs"):
+            engine.submit(request := Request(prompt, 2))
+            engine.take_arrivals()  # storage is asked while host memory has three pages
+            engine.evict("host")
         until_over(engine, request)
         assert not shelf.asked and not engine.counts["storage_errors"] and ORACLE.judge(request) != "wrong"
 
