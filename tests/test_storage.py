@@ -95,7 +95,7 @@ def test_a_broken_back_end_costs_time_only(kind, method, fault, monkeypatch):
                 once = fault != "times out" or kind.startswith("tiered")  # other Caches wait for each read, until its deadline
                 patch.setattr(estimates, "MAX_WAIT", 1e9 if number > 1 and once else 0.2)  # seconds
                 engine.submit(request := Request(prompt + [3], 2))
-                assert steps(engine, lambda: request.outcome, 300), "after a request has waited in vain, no other one waits"
+                assert steps(engine, lambda: request.outcome, 1000), "after a request has waited in vain, no other one waits"
                 found_below(request)
                 engine.evict("device")
                 engine.evict("host")

@@ -570,7 +570,7 @@ def test_an_emptied_storage_gets_its_pages_again_and_lost_ones_are_counted(monke
         evict(engine)
         forget_from(engine, prompt, page=10)  # host memory has ten pages, storage all 29
         with shelf.broken("get", "loses all"), queued(engine, prompt) as request:
-            assert steps(engine, lambda: engine.counts["pages_lost"] == 19, 200)
+            assert steps(engine, lambda: engine.counts["pages_lost"] == 19, 1000)
         wait_until_idle(engine)
         assert len(shelf) == 29 and engine.counts["pages_lost"] == 19 and request.found == {"cpu": 160}
 
