@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from common.link import Transfer, TransferError
-from common.requests import ClientDisconnected, Request
+from common.requests import Request
 from common.store import StoredChunks
 from shell.modelled_link import LATENCY, PIECE, Bandwidth
-from shell.workers import Worker
 from tests.support import engines
 from tests.support.engines import ORACLE, ask, both_ends, check_pools, draw, evict, make, wait_until_idle
 
@@ -78,23 +77,22 @@ def finish(engine, storage, *requests):
 
 # 1. Two pointers -------------------------------------------------------------------------------
 
-def test_a_chunk_a_step_and_a_chunk_from_storage_meet_in_the_middle():
+def test_prefill_and_storage_meet_in_the_middle():
     engine, cache, storage = engine_for()
     request = submit(engine)
     for computed in (64, 128, 192):
         engine.step()
-        assert request.computed == computed and request.restoration.limit == 384 - computed + 64
+        assert request.computed == computed
         storage.deliver()
     engine.step()
     assert [transfer.cancelled for transfer in storage.log] == [False] * 3 + [True] * 3, "reads of chunks that prefill has computed are cancelled"
     finish(engine, storage, request)
-    assert request.found == {"storage": 192}
+    assert request.found == {"storage": 192} and engine.counts["restored_tokens"] == 192
     assert [transfer.label for transfer in storage.log] == [f"chunk {number}" for number in range(5, -1, -1)]
     assert request.timeline.plan["rows"] == [["chunks", "CCCLLL"]]
-    assert engine.counts["restored_tokens"] == 192
 
 
-def test_they_meet_inside_a_chunk_and_inside_a_block():
+def test_prefill_and_storage_meet_inside_a_block():
     engine, cache, storage = engine_for(budget=40)
     request = submit(engine, steps=1)
     storage.deliver(6)
@@ -102,38 +100,21 @@ def test_they_meet_inside_a_chunk_and_inside_a_block():
     assert request.found == {"storage": 344} and request.timeline.plan["rows"] == [["chunks", "BLLLLL"]]
 
 
-def test_what_arrives_during_a_step_is_taken_at_its_next_layer_and_a_step_that_is_overtaken_is_given_up():
-    engine, cache, storage = engine_for()
-    request, seen = submit(engine, steps=1), []
-
-    def save_layer(layer, hidden, batch):
-        seen.append((layer, request.restoration.limit if request.restoration else None))
-        if len(seen) == 1:
-            storage.deliver(2)
-        if len(seen) == 2:
-            storage.deliver(4)
-
-    cache.save_layer, steps = save_layer, engine.counts["steps"]
+@pytest.mark.parametrize("beside", [False, True])
+def test_chunks_that_arrive_during_a_step_end_it_unless_it_has_another_request(beside):
+    engine, cache, storage = engine_for(budget=96 if beside else 64)
+    request, others, layers = submit(engine), [submit(engine, draw(random.Random(1), 200)) for _ in range(beside)], []
     engine.step()
-    assert seen == [(0, 384), (1, 256)], "the third layer is not computed"
-    assert engine.counts["steps"] == steps and request.computed == 384
-    finish(engine, storage, request)
-    assert request.found == {"storage": 320}
-
-
-def test_a_step_of_two_requests_is_not_given_up():
-    engine, cache, storage = engine_for(budget=96)
-    request, other = submit(engine), submit(engine, draw(random.Random(1), 200), steps=1)
-    computed = request.computed
-    cache.save_layer = lambda *_: storage.deliver(6)
+    computed, steps = request.computed, engine.counts["steps"]
+    cache.save_layer = lambda layer, *_: (storage.deliver(6), layers.append(layer))
     engine.step()
-    assert computed < request.restoration.limit
-    assert request.computed == request.restoration.limit
-    finish(engine, storage, request, other)
-    assert request.found == {"storage": 384 - computed - 64}
+    assert layers == ([0, 1, 2] if beside else [0]) and engine.counts["steps"] - steps == beside
+    assert request.computed == (request.restoration.limit if beside else 384)
+    finish(engine, storage, request, *others)
+    assert request.found == {"storage": 384 - computed - 64 * beside}
 
 
-def test_what_has_come_stays_when_storage_fails():
+def test_chunks_that_have_arrived_stay_when_storage_fails():
     engine, cache, storage = engine_for()
     request = submit(engine, steps=1)
     storage.deliver(2)
@@ -144,16 +125,7 @@ def test_what_has_come_stays_when_storage_fails():
     assert engine.counts["failed_restorations"] == 1
 
 
-def test_storage_that_hangs_holds_up_nobody_and_its_memory_is_held():
-    engine, cache, storage = engine_for()
-    engines.until_over(engine, request := submit(engine))
-    assert ORACLE.judge(request) == "equal" and not request.found
-    engine.step()
-    assert engine.busy and sum(cache.staging.references) == 6
-    finish(engine, storage, request)
-
-
-def test_read_ahead_is_bounded_in_bytes():
+def test_read_ahead_is_limited_in_bytes():
     storage = engine_for()[2]
     engine, cache, _ = engine_for(storage, memory=2 * BYTES)
     request, storage.log = submit(engine), []
@@ -163,22 +135,6 @@ def test_read_ahead_is_bounded_in_bytes():
         storage.deliver()
     finish(engine, storage, request)
     assert request.found == {"storage": 192}
-
-
-def test_what_a_late_read_writes_is_read_by_nobody():
-    storage = engine_for()[2]
-    engine, cache, _ = engine_for(storage, memory=2 * BYTES)
-    gone = submit(engine, steps=1)
-    late, storage.reads = storage.reads, []
-    engine.cancel(gone, ClientDisconnected("gone"))
-    engine.step()
-    assert late and all(transfer.cancelled for transfer, *_ in late)
-    request = submit(engine, steps=1)
-    storage.deliver(2)
-    for transfer, _, into in late:
-        into.fill(-1)  # all bits set: NaN
-        transfer.finish(0.0, 0.0)
-    finish(engine, storage, request)
 
 
 # 2. How much of a step -------------------------------------------------------------------------
@@ -191,7 +147,7 @@ def slow_prefill(engine, storage, ratio: float):
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.5, 1.0, 3.0, 100.0])
-def test_a_step_takes_what_prefill_will_get_if_both_go_on(ratio):
+def test_a_step_computes_up_to_the_predicted_meeting_point(ratio):
     engine, cache, storage = engine_for(budget=512)
     slow_prefill(engine, storage, ratio)
     request = submit(engine, steps=1)
@@ -205,65 +161,59 @@ def keys_of(cache) -> list[bytes]:
     return [cache.storage.keys(block_key.digest, 1)[0] for block_key in cache.block_keys.extend([], PROMPT)]
 
 
-def test_an_estimate_is_that_of_both_ends_and_no_longer_than_computing():
+def test_a_match_is_priced_for_prefill_and_storage_together():
     engine, cache, storage = engine_for()
-    alone = None
-    for ratio in (0.1, 1.0, 10.0, 1e9):
+    estimates, request = engine.lower_tier.estimates, Request(PROMPT + [7], 1)
+    estimates.always = False
+
+    def price(ratio: float) -> tuple[float, bool]:
+        """Return (seconds as a share of computing, whether loading pays)."""
         slow_prefill(engine, storage, ratio)
-        match, alone = cache.match(Request(PROMPT + [7], 1)), engine.lower_tier.estimates.seconds_to_compute(0, 384)
-        assert match.tokens == 384
-        assert match.seconds == pytest.approx(alone * ratio / (1 + ratio)) and match.seconds <= alone
-    del storage.index[keys_of(cache)[0]]  # now the first chunk must be computed, however fast storage is
-    slow_prefill(engine, storage, 1e-9)
-    match = cache.match(Request(PROMPT + [7], 1))
-    assert match.tokens == 384 and match.seconds == engine.lower_tier.estimates.seconds_to_compute(0, 64)
+        match = cache.match(request)
+        return pytest.approx(match.seconds / estimates.seconds_to_compute(0, 384)), bool(estimates.load_or_compute(request, match))
 
-
-def test_what_is_computed_with_a_share_of_each_step_is_priced_at_that_share():
-    engine, cache, storage = engine_for(share=0.1)
-    slow_prefill(engine, storage, 8.0)  # loading takes 8 times as long as computing
-    engine.lower_tier.estimates.always = False
-    request = Request(PROMPT + [7], 1)
-    assert not engine.lower_tier.estimates.load_or_compute(request, cache.match(request)), "without other requests it gets the whole step"
+    assert [price(ratio) for ratio in (0.1, 1.0, 10.0)] == [(1 / 11, True), (1 / 2, True), (10 / 11, False)]
+    cache.share = 0.1
+    assert price(8.0) == (8 / 9, False), "without other requests prefill gets the whole step"
     engine.running.append(Request([0], 1))
-    match, alone = cache.match(request), engine.lower_tier.estimates.seconds_to_compute(0, 384)
-    assert match.seconds == pytest.approx(alone * 8 * 10 / (8 + 10)) and engine.lower_tier.estimates.load_or_compute(request, match)
-    cache.share = 0.0  # loading only
-    assert cache.match(request).seconds == pytest.approx(8 * alone)
-    cache.share, cache.leftover = 0.1, True
+    assert price(8.0) == (8 * 10 / (8 + 10), True), "computing, too, gets only this share"
+    cache.leftover = True
     assert cache.match(request).share == 1.0
     engine.running.clear()
+    cache.share, cache.leftover = 0.0, False  # loading only
+    assert [price(ratio) for ratio in (1.8, 0.5)] == [(1.8, False), (0.5, True)]
 
 
-def test_a_request_that_only_loads_is_priced_at_the_load_alone():
-    engine, cache, storage = engine_for(share=0.0)
-    engine.lower_tier.estimates.always, request = False, Request(PROMPT + [7], 1)
-    for ratio, loads in (1.8, False), (0.5, True):
-        slow_prefill(engine, storage, ratio)
-        match, alone = cache.match(request), engine.lower_tier.estimates.seconds_to_compute(0, 384)
-        assert match.seconds == pytest.approx(ratio * alone) and bool(engine.lower_tier.estimates.load_or_compute(request, match)) == loads
-    del storage.index[keys_of(cache)[0]]  # prefill computes this chunk after loading
-    gap = engine.lower_tier.estimates.seconds_to_compute(0, 64)
-    for request.computed in 0, 10:
-        computed = engine.lower_tier.estimates.seconds_to_compute(0, request.computed)
-        assert cache.match(request).seconds == pytest.approx(0.5 * alone * 5 / 6 + gap - computed)
+@pytest.mark.parametrize("share", [1.0, 0.0])
+def test_a_match_includes_the_seconds_of_a_missing_first_chunk(share):
+    engine, cache, storage = engine_for(share=share)
+    estimates, request = engine.lower_tier.estimates, Request(PROMPT + [7], 1)
+    slow_prefill(engine, storage, 0.5 if share == 0 else 1e-9)
+    del storage.index[keys_of(cache)[0]]
+    loading = (1 - share) * 0.5 * 5 / 6 * estimates.seconds_to_compute(0, 384)
+    for request.computed in 0, 10 * (share == 0):
+        gap = estimates.seconds_to_compute(0, 64) - estimates.seconds_to_compute(0, request.computed)
+        assert cache.match(request).seconds == pytest.approx(loading + gap)
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_beside_others_prefill_takes_its_share_and_alone_all_also_when_storage_is_late(late):
-    engine, cache, storage = engine_for(budget=100, share=0.25)
+@pytest.mark.parametrize("share", [0.25, 0.0])
+def test_prefill_takes_its_share_beside_others_and_all_of_a_step_alone(share, late):
+    engine, cache, storage = engine_for(budget=100, share=share)
     storage.bandwidth = Bandwidth(1e-9)  # nothing arrives from storage: prefill takes all that it may
     request = submit(engine, steps=1)
-    assert request.computed == 100
+    assert request.computed == (100 if share else 0)
     other = submit(engine, draw(random.Random(1), 150), 9, steps=1)
     if late:
         request.restoration.deadline = 0.0
     engine.step()
-    assert request.computed == 225 and other.computed == 75
+    assert (request.computed, other.computed) == ((225, 75) if share else ((100, 100) if late else (0, 151)))
+    storage.deliver(6 * (not share and not late))
     finish(engine, storage, request, other)
+    assert share or late or request.found == {"storage": 384} and request.timeline.plan["rows"] == [["chunks", "LLLLLL"]]
 
 
-def test_leftover_takes_only_what_others_leave():
+def test_leftover_takes_only_the_rest_of_a_step():
     engine, cache, storage = engine_for(budget=64, leftover=True)
     other = submit(engine, draw(random.Random(1), 180), 30, steps=1)
     request = submit(engine, steps=1)
@@ -278,20 +228,6 @@ def test_leftover_takes_only_what_others_leave():
     assert request.found["storage"] >= 192
 
 
-def test_a_share_of_nothing_only_loads_unless_storage_is_late():
-    engine, cache, storage = engine_for(share=0.0)
-    for late in False, True:
-        request = submit(engine, steps=3)
-        assert request.computed == 0
-        request.restoration.deadline *= not late
-        storage.deliver(6 * (not late))
-        engine.step()
-        assert request.computed > 0
-        finish(engine, storage, request)
-        assert late or request.found == {"storage": 384} and request.timeline.plan["rows"] == [["chunks", "LLLLLL"]]
-        evict(engine)
-
-
 # 3. Saving -------------------------------------------------------------------------------------
 
 def found(engine, tokens, wait=True, **options) -> int:
@@ -301,7 +237,7 @@ def found(engine, tokens, wait=True, **options) -> int:
     return match.tokens if match else 0
 
 
-def test_full_chunks_are_kept_once_and_the_last_token_is_computed():
+def test_full_chunks_are_stored_once_and_the_last_token_is_computed():
     engine, cache, storage = engine_for()
     assert len(storage.index) == 6 and found(engine, PROMPT) == 384
     request = submit(engine, PROMPT, 60)  # 400 + 60 tokens: one more chunk
@@ -312,7 +248,7 @@ def test_full_chunks_are_kept_once_and_the_last_token_is_computed():
     assert found(engine, PROMPT, cache_salt="b") == 0
 
 
-def test_what_storage_lacks_in_front_is_computed_and_the_longest_run_is_loaded():
+def test_the_longest_run_of_stored_chunks_is_loaded():
     engine, cache, storage = engine_for()
     keys = keys_of(cache)
     cases = ([0, 1], 384, 256), ([2], 384, 192), ([4], 256, 256), ([0, 2, 5], 320, 128)
@@ -329,7 +265,7 @@ def test_what_storage_lacks_in_front_is_computed_and_the_longest_run_is_loaded()
         storage.index = kept
 
 
-def test_without_a_place_saving_waits_for_the_next_step_and_chunks_that_never_find_one_are_counted():
+def test_a_chunk_without_a_staging_buffer_is_saved_later_or_counted():
     engine, cache, storage = engine_for()
     places, other = cache.staging.allocate(cache.staging.available), draw(random.Random(5), 150)
     before = engine.counts["drops"]
@@ -346,7 +282,7 @@ def test_without_a_place_saving_waits_for_the_next_step_and_chunks_that_never_fi
     assert engine.counts["drops"] - before == 3, "storage still has the other five chunks"
 
 
-def test_a_chunk_on_its_way_to_storage_is_not_sent_again():
+def test_a_chunk_that_is_being_written_is_not_written_again():
     engine, cache, storage = engine_for()
     written, before = Transfer("save", "chunk"), engine.counts["bytes_out"]
     storage.set = lambda keys, values: written
@@ -358,7 +294,7 @@ def test_a_chunk_on_its_way_to_storage_is_not_sent_again():
     assert not cache.saving
 
 
-def test_modelled_storage_forgets_the_least_recently_used():
+def test_modelled_storage_evicts_the_least_recently_used_value():
     storage, value = both_ends.ModelledStorage(3 * 8, 1e12), numpy.zeros(8, "u1")
     storage.write([b"1", b"2", b"3"], [value] * 3)
     storage.read([b"1"], [value])
@@ -371,7 +307,7 @@ def test_modelled_storage_forgets_the_least_recently_used():
 # 4. Eight bits ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_8_bits_are_within_half_a_step_of_what_was(dtype):
+def test_8_bits_are_within_half_a_step_of_the_value(dtype):
     kv = torch.randn(3, 2, 64, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     kv[0, 0, 0] = 0
     kv[0, 1, 0, 0, 0] = 3e4
@@ -382,7 +318,7 @@ def test_8_bits_are_within_half_a_step_of_what_was(dtype):
     assert not error[0, 0, 0].any()
 
 
-def test_8_bit_chunks_are_smaller_close_to_what_was_computed_and_not_found_by_the_exact_name():
+def test_8_bit_chunks_are_smaller_and_have_keys_of_their_own():
     storage = Storage()
     engine, cache, _ = engine_for(storage, bits=8, share=0.0)
     assert cache.chunk_bytes == BYTES // 4 * 18 // 16
@@ -418,18 +354,3 @@ def test_a_trace_changes_its_speed_in_the_middle_of_a_read():
     assert trace.value == 100.0
     trace.began -= 60.0
     assert trace.value == 10.0
-
-
-def test_reads_are_charged_back_to_back_and_those_that_were_called_off_neither_charged_nor_done():
-    storage, value = both_ends.ModelledStorage(1e9, 1.0), numpy.ones(8000, "u1")  # 1 byte/s: a read takes hours
-    storage.open(Worker, {})
-    storage.write([b"1"], [value])
-    places = [numpy.zeros_like(value) for _ in range(4)]
-    reads = [storage.get([b"1"], [place]) for place in places]
-    reads[2].cancel()
-    storage.close()  # pending reads complete now
-    assert [place.any() for place in places] == [True, True, False, True] and "cancelled" in str(reads[2].error)
-    spans, each = [read.span() for read in reads], LATENCY + PIECE + 8000
-    for (start, end), seconds in zip(spans, [each, each, 0, each]):
-        assert end - start == pytest.approx(seconds, abs=1e-6)
-    assert [start for start, _ in spans[1:]] == [end for _, end in spans[:-1]]

@@ -2,9 +2,7 @@
 
 import random
 import threading
-import time
-from dataclasses import replace
-from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import numpy
 import pytest
@@ -44,85 +42,53 @@ def asked(engine, tokens) -> Request:
 
 # 1. Keeping ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("first", [144, 147])  # the second save begins at a block, or inside one
-def test_rows_behind_the_last_block_that_can_become_full_go_nowhere(first):
-    engine, cache = engine_for()
-    request, pool = asked(engine, PROMPT), cache.store.pool
-    pieces = cache.store.fill({request: (0, list(range(first)))})
-    blocks = [piece.block for piece in pieces]
-    assert sum((piece.rows for piece in pieces), []) == list(range(144))
-    assert [piece.slots for piece in pieces] == [range(16 * block, 16 * block + 16) for block in blocks]
-    assert cache.store.fill({request: (first, list(range(150 - first)))}) == []
-    pool.release(blocks)
-    cache.store.finished(request)
-    assert pool.available == pool.size and not cache.store.fillings
-
-
-def test_rows_that_are_computed_again_are_kept_once():
-    engine, _ = engine_for(always_restore=False)
+def test_rows_of_full_blocks_are_saved_once():
+    engine, cache = engine_for(always_restore=False)
     ask_and_evict(engine, PROMPT, 1)
-    engine.lower_tier.estimates.computing.record(1e18, 1.0)
     moved = engine.counts["bytes_out"]
+    assert len(cache.store.pool.cached) == 9, "rows after the last full block are not kept"
+    engine.lower_tier.estimates.computing.record(1e18, 1.0)
     assert ask(engine, PROMPT + [3], 1).source == "miss"
-    wait_until_idle(engine)
-    assert engine.counts["bytes_out"] == moved > 0
     check_pools(engine)
+    assert engine.counts["bytes_out"] == moved > 0, "rows that are computed again are not saved again"
 
 
-def test_a_block_that_begins_as_a_copy_fails_is_not_found_when_the_rest_arrives():
-    engine, cache = engine_for(token_budget=8)
-    with faulty(random.Random(1), late=1.0, delay=0.1, lanes=("save",)) as faults:
-        faults.broken["save"] = 1  # the copy of the first block's first half fails
-        ask(engine, PROMPT[:40], 1)
-        wait_until_idle(engine)
-    assert found(engine, PROMPT[:40]) == 0 and engine.counts["drops"] == 1
-    assert not cache.store.pool.block_of, "later blocks are not found, either"
-    evict(engine)
-    again = ask(engine, PROMPT[:40], 8)
-    assert ORACLE.judge(again) == "equal" and again.source == "miss"
-    assert found(engine, PROMPT[:40]) == 32, "blocks are saved when they are computed again"
-    check_pools(engine)
-
-
-def test_without_room_in_the_snapshot_buffer_rows_are_dropped_and_no_step_waits_for_a_save(monkeypatch):
+def test_a_full_snapshot_buffer_drops_rows_and_no_step_waits_for_a_save(monkeypatch):
     engine, cache = engine_for(token_budget=64)  # so the buffer has 256 rows
-    prompt, sorting, waited = draw(random.Random(4), 400), threading.Event(), []
+    prompt, may_sort, waited = draw(random.Random(4), 400), threading.Event(), []
     wait, scatter = Transfer.wait, cache.scatter
 
-    def noted(transfer, *given):
+    def record_wait(transfer, *given):
         if threading.current_thread() is threading.main_thread():
             waited.append(transfer.label)
-            sorting.set()
+            may_sort.set()
             copies.arrive()
         return wait(transfer, *given)
 
-    monkeypatch.setattr(Transfer, "wait", noted)
-    cache.scatter = lambda *given: sorting.wait() and scatter(*given)
+    monkeypatch.setattr(Transfer, "wait", record_wait)
+    cache.scatter = lambda *given: may_sort.wait() and scatter(*given)
     with faulty(random.Random(1), late=1.0, delay=3600.0, lanes=("save",)) as copies:
         engines.submit(engine, request := Request(prompt, 4), steps=5)
         late, drops = list(waited), engine.counts["drops"]
         copies.arrive()
         cache.poll()
         early, held = dict(cache.store.pool.block_of), sum(map(bool, cache.store.pool.references))
-        sorting.set()  # release the thread before any assertion
+        may_sort.set()  # release the thread before any assertion
         engines.until_over(engine, request)
     assert not late, "a step does not wait for a save"
-    assert held == 16, "blocks are referenced until their rows are written"
-    assert not early, "blocks are not found before the thread has written their rows"
+    assert held == 16 and not early, "blocks are referenced, and not found, until the thread has written their rows"
     assert drops == 1, "the buffer's rows are reused only after the thread has written them to blocks"
     assert ORACLE.judge(request) == "equal" and found(engine, prompt) == 256, "rows after the dropped ones are not found, either"
-    assert engine.counts["drops"] == 1
     evict(engine)
     assert ask(engine, prompt, 1).found == {"cpu": 256}
-    assert found(engine, prompt) == 400, "dropped rows are saved when they are computed again"
-    for seed in range(5, 9):
-        ask(engine, prompt := draw(random.Random(seed), 100), 1)
-        assert found(engine, prompt) == 96, "the buffer is a ring"
+    for each in prompt, *(draw(random.Random(seed), 100) for seed in range(5, 9)):
+        ask(engine, each, 1)
+        assert found(engine, each) == len(each) // 16 * 16, "dropped rows are saved later, and the buffer is a ring"
     assert not engines.wrong_rows(engine), "each row is in its slot, in each layer"
     check_pools(engine)
 
 
-def test_a_full_host_evicts_the_end_of_others_and_never_its_own_beginning():
+def test_a_full_host_evicts_other_prompts_and_keeps_the_head_of_this_one():
     engine, cache = engine_for(host=16, token_budget=64)
     first, second = draw(random.Random(1), 190), draw(random.Random(2), 400)
     ask_and_evict(engine, first, 1)
@@ -139,7 +105,7 @@ ORDER = ["layer 1", "layer 2", "project 0", "project 1", "project 2"]
 
 
 @pytest.mark.parametrize("depth, expected", [(8, ORDER), (1, [ORDER[0], *ORDER[2:4], ORDER[1], ORDER[4]])])
-def test_only_so_many_layers_travel_while_one_is_projected(depth, expected, monkeypatch):
+def test_copies_run_at_most_depth_layers_ahead(depth, expected, monkeypatch):
     monkeypatch.setattr(hidden_states, "DEPTH", depth)
     engine, cache = engine_for()
     ask_and_evict(engine, PROMPT, 1)
@@ -151,24 +117,22 @@ def test_only_so_many_layers_travel_while_one_is_projected(depth, expected, monk
 
 
 @pytest.mark.parametrize("cache", ["host", "hidden"])
-def test_a_cancelled_restoration_calls_off_what_has_not_begun_and_holds_what_is_read_until_it_is_over(cache):
+def test_a_cancelled_restoration_cancels_its_copies_and_references_their_blocks(cache):
     engine = engines.make(cache, 64)
     chain = ask_and_evict(engine, PROMPT, 1).chain
-    engines.submit(engine, other := Request(draw(random.Random(5), 20), 40), steps=1)
+    engines.submit(engine, Request(draw(random.Random(5), 20), 40), steps=1)
     with faulty(random.Random(1), late=1.0, delay=3600.0, lanes=("load",)) as copies:
         engines.submit(engine, back := Request(PROMPT + [3], 1), steps=1)
         engine.cancel(back, ClientDisconnected("gone"))
         engine.step()
-        host, called_off = engine.pools["host"], [transfer.cancelled for transfer, *_ in copies.copies]
+        host, cancelled = engine.pools["host"], [transfer.cancelled for transfer, *_ in copies.copies]
         references = [host.references[block] for block in host.find(chain)]
         copies.arrive()  # before any assertion
-        engines.until_over(engine, other)
-    assert isinstance(back.outcome, ClientDisconnected) and copies.delayed and all(called_off)
-    assert len(references) == 9 and all(references), "blocks that copies read stay referenced"
+    assert copies.delayed and all(cancelled) and len(references) == 9 and all(references)
     check_pools(engine)
 
 
-def test_estimates_are_the_slower_of_link_and_processor_and_are_learned():
+def test_an_estimate_is_the_slower_of_link_and_processor_and_is_learned():
     engine, cache = engine_for(bandwidth=1e8, always_restore=False)
     ask(engine, PROMPT, 1)
     wait_until_idle(engine)
@@ -184,7 +148,7 @@ def test_estimates_are_the_slower_of_link_and_processor_and_are_learned():
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-def test_grouped_queries_are_said_at_the_start(heads, capsys):
+def test_a_model_with_grouped_queries_is_warned_about(heads, capsys):
     parser = cli.parser_for("")
     hidden_states.add_arguments(parser)
     hidden_states.make_engine(engines.tiny_model(0, heads), parser.parse_args(["--link=1", "--gpu-blocks=8"])).close()
@@ -193,26 +157,21 @@ def test_grouped_queries_are_said_at_the_start(heads, capsys):
 
 # 3. Files --------------------------------------------------------------------------------------
 
-def folders(storage: StoredChunks) -> list[Path]:
-    return [Path(each.backend.folder) for each in storage.storages]
-
-
 def restart(storage: StoredChunks, host: int = 256, **options):
     """Return a new engine with the same directories, like one in another process."""
-    return engine_for(host, storage=in_directories(folders(storage), 0.1), **options)[0]
+    folders = [each.backend.folder for each in storage.storages]
+    return engine_for(host, storage=in_directories(folders, 0.1), **options)[0]
 
 
 def saved(prompt=PROMPT, storage=None) -> StoredChunks:
     """Return storage that holds the full blocks of a prompt."""
-    storage = storage or engines.chunk_files()
-    engine, _ = engine_for(storage=storage)
-    ask(engine, prompt, 1)
-    wait_until_idle(engine)
+    engine, cache = engine_for(storage=storage or engines.chunk_files())
+    ask_and_evict(engine, prompt, 1)
     engine.close()
-    return storage
+    return cache.storage
 
 
-def test_blocks_survive_the_process_and_what_was_read_is_in_host_memory_then():
+def test_blocks_survive_a_restart_and_a_read_puts_them_in_host_memory():
     engine = restart(saved())
     for tier in "disk", "cpu":
         request = ask_and_evict(engine, PROMPT + [3])
@@ -234,7 +193,7 @@ def test_each_tier_counts_its_own_tokens(kind):
     assert request.found == {"cpu": 112, "disk": 32} and request.source == "mixed"
 
 
-def test_a_block_is_held_while_it_is_written():
+def test_a_block_is_referenced_while_it_is_written():
     engine, written = engine_for(storage=engines.chunk_files())[0], []
     engine.lower_tier.cache.storage.write = lambda *_: written.append(Transfer("save", "chunk", 1)) or written[-1]
     ask(engine, PROMPT, 1)
@@ -247,109 +206,37 @@ def test_a_block_is_held_while_it_is_written():
     assert not engine.lower_tier.cache.in_flight, "empty lanes are removed"
 
 
-@pytest.mark.parametrize("budget, computed", [(16, 16), (5, 5)])
-def test_a_block_that_was_begun_between_two_restorations_is_let_go(budget, computed):
-    """If only some blocks find room, a part of the prompt is computed, and then more blocks are restored."""
-    engine = restart(saved(PROMPT * 2), token_budget=budget)
-    match, offered = engine.lower_tier.cache.match, []
-
-    def first_blocks_first(request):
-        offered.append(match(request))
-        if len(offered) == 1:
-            offered[0] = replace(offered[0], tokens=64, blocks=offered[0].blocks[:4], found={"disk": 64})
-        return offered[-1]
-
-    engine.lower_tier.cache.match = first_blocks_first
-    request = ask(engine, PROMPT * 2 + [3], 8)
-    assert request.found == {"disk": 288 - computed} and ORACLE.judge(request) == "equal"
-    engine.lower_tier.cache.match = match
-    assert found(engine, request.tokens[:-1]) == 304
-    check_pools(engine)
-    evict(engine)
-    assert ORACLE.judge(ask(engine, request.tokens, 8)) == "equal"
-
-
-@pytest.mark.parametrize("evicted", [False, True])
-def test_a_refused_write_stays_queued_until_host_memory_evicts_the_block(evicted, monkeypatch, tmp_path):
-    """Here storage refuses all writes after the third one, as if too many were pending."""
-    storage, write, room = engines.chunk_files(tmp_path), StoredChunks.write, iter(range(3))
-    with monkeypatch.context() as patch:
-        patch.setattr(StoredChunks, "write", lambda *given: next(room, None) is not None and write(*given) or None)
-        engine, cache = engine_for(storage=storage)
-        ask(engine, PROMPT)
-        wait_until_idle(engine)
-        files = lambda: len(list(tmp_path.iterdir())) // len(cache.store.parts)  # noqa: E731
-        assert len(cache.store.pool.block_of) == 9 and files() == 3
-        if evicted:
-            engine.evict("host")
-    cache.poll()
-    wait_until_idle(engine)
-    assert files() == (3 if evicted else 9)
-    assert engine.counts["blocks_lost"] == engine.counts["writes_dropped"] == (6 if evicted else 0)
-
-
 @pytest.mark.parametrize("host, tokens", [(0, 0), (1, 16), (5, 80)])
-def test_what_is_stored_needs_a_place_each_in_host_memory(host, tokens):
+def test_stored_blocks_are_found_as_far_as_host_memory_has_room(host, tokens):
     engine = restart(saved(), host)
     assert found(engine, PROMPT) == tokens
     assert ORACLE.judge(ask(engine, PROMPT)) == "equal"
 
 
-def test_blocks_go_round_the_directories_and_each_is_read_on_its_own(tmp_path, monkeypatch):
-    paths = [tmp_path / name for name in "abc"]
-    storage = saved(draw(random.Random(3), 400), in_directories(paths, 0.1))
+def test_blocks_are_spread_over_directories_except_a_backlogged_one(tmp_path, monkeypatch):
+    paths, prompt = [tmp_path / name for name in "abc"], draw(random.Random(3), 400)
+    engine = restart(saved(prompt, in_directories(paths, 0.1)))
     assert [len(list(path.iterdir())) for path in paths] == [18, 16, 16], "25 blocks of two parts each"
-    engine = restart(storage)
-    request = asked(engine, draw(random.Random(3), 400))
-    reads = engine.lower_tier.cache.store.fetch(request.chain, engine.lower_tier.cache.match(request).blocks)[1]
-    assert [len(read) for read in reads.values()] == [3, 3], "each directory gets one read for each part"
-    first, *_ = engine.lower_tier.cache.storage.storages
+    assert ask(engine, prompt, 1).found == {"disk": 384}
+    storage, values = engine.lower_tier.cache.storage, [numpy.zeros(8, "u1")]
+    first, *_ = storage.storages
     monkeypatch.setattr(Storage, "is_backlogged", property(lambda storage: storage is first))
-    written = [engine.lower_tier.cache.storage.write(bytes([number]) * 32, [numpy.zeros(8, "u1")]) for number in range(4)]
-    assert all(written), "other directories take the turns of one that hangs"
+    assert all(storage.write(bytes([number]) * 32, values) for number in range(4))
     monkeypatch.undo()
     monkeypatch.setattr("common.store.BACKLOG", 0)
-    assert not engine.lower_tier.cache.storage.write(bytes([9]) * 32, [numpy.zeros(8, "u1")]), "a write is refused if too many are pending"
-
-
-def test_storage_that_hangs_costs_what_it_would_have_kept_and_no_more(monkeypatch):
-    storage = saved()
-    engine = restart(storage)
-    (inner,) = engine.lower_tier.cache.storage.storages
-    inner.measured.record(1e3, 1.0)
-    match = engine.lower_tier.cache.match(asked(engine, PROMPT + [3]))
-    assert match.seconds >= 9 * engine.lower_tier.cache.store.pool.block_bytes / 1e3, "the estimate includes the time of reading"
-    release, begun = threading.Event(), threading.Barrier(3, timeout=60)
-    for lane in (inner.reader, inner.writer):
-        lane.submit("hang", 0, lambda: (begun.wait(), release.wait()))
-    begun.wait()
-    time.sleep(0.02)
-    monkeypatch.setattr("shell.workers.HANG_SECONDS", 0.01)
-    for prompt in (PROMPT + [3], draw(random.Random(8), 200)):
-        assert ORACLE.judge(ask(engine, prompt)) == "equal"
-    wait_until_idle(engine)  # no transfer of the engine is pending
-    assert not inner.writer.jobs.qsize()
-    release.set()
-    check_pools(engine)
+    assert not storage.write(bytes([9]) * 32, values), "a write is refused if all directories are backlogged"
 
 
 @pytest.mark.parametrize("copying", ["rows_to_keep", "step_states"])
-def test_steps_that_cannot_be_put_together_are_dropped_and_leave_no_hole(monkeypatch, copying):
+def test_a_step_that_cannot_be_snapshotted_is_dropped_with_all_later_ones(monkeypatch, copying):
     engine, cache = engine_for(token_budget=32)
-    keep, times = getattr(cache, copying), iter([True, True, False])
-
-    def short_of_memory(steps):
-        if next(times, True):
-            return keep(steps)
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(cache, copying, short_of_memory)
+    does = getattr(cache, copying)
+    monkeypatch.setattr(cache, copying, Mock(wraps=does, side_effect=[DEFAULT, DEFAULT, RuntimeError("out of memory"), *[DEFAULT] * 99]))
     monkeypatch.setattr(hidden_states, "SNAPSHOT", 1)  # copy out after each step
     request = ask(engine, PROMPT)
-    wait_until_idle(engine)
+    check_pools(engine)
     assert ORACLE.judge(request) == "equal" and engine.counts["drops"] == 1
     assert 0 < len(cache.store.pool.block_of) <= 64 // 16 and not engines.wrong_rows(engine)
-    check_pools(engine)
     again = ask(engine, PROMPT + draw(random.Random(1), 60))  # this fills blocks after the gap
     wait_until_idle(engine)
     assert len(cache.store.pool.block_of) <= 64 // 16 and ORACLE.judge(again) == "equal"

@@ -26,7 +26,7 @@ def engine_for(plan="RHK", storage=None, blocks=256, bandwidth=2e9, model=None, 
 
 # 1. The planner --------------------------------------------------------------------------------
 
-def test_a_shorter_history_comes_no_later_than_by_chapter_03():
+def test_a_shorter_history_is_restored_no_later_than_by_chapter_03():
     long, short = Costs(80.0, 11.0, 5.0, 11.0, 5.0), Costs(40.0, 6.0, 3.0, 5.5, 5.0)
     assert plan_seconds(best_plan(12, long), short) > plan_seconds("K" * 12, short)
     both = best_plan(12, long, short)
@@ -43,11 +43,11 @@ def test_a_shorter_history_comes_no_later_than_by_chapter_03():
     ("RRH", 7 + 3 + 0.5 * 2 + 3 + 0.5),  # recompute, project, 2 layers of the question, project, 1 layer of it
     ("RHK", 3 + 0.5 + 3 + 0.5 + 0.5),  # K arrives at 3, while H is projected
 ])  # fmt: skip
-def test_seconds_of_a_plan_by_hand(letters, seconds):
+def test_the_seconds_of_a_plan_equal_a_computation_by_hand(letters, seconds):
     assert plan_seconds(letters, Costs(7.0, 3.0, 1.0, 2.0, 0.5)) == pytest.approx(seconds)
 
 
-def test_of_plans_nearly_the_best_it_is_the_one_whose_busier_lane_has_least_to_do():
+def test_the_plan_with_the_least_busy_lane_is_taken_among_nearly_equal_ones():
     costs = Costs(7.0, 3.0, 1.0, 2.0, 0.5)
     assert [planned.busier_lane(letters, costs) for letters in ("KKK", "HKK", "RRHK")] == [6.0, 5.0, 15.0]
     long, short = Costs(43.0, 5.75, 5.75, 11.5, 3.4), Costs(21.5, 2.9, 2.9, 5.8, 3.4)
@@ -58,7 +58,7 @@ def test_of_plans_nearly_the_best_it_is_the_one_whose_busier_lane_has_least_to_d
     assert best_plan(8, slow, short) == "RHHHHHHH", "no slower than chapter 04"
 
 
-def test_the_best_plan_is_the_best_of_all_and_none_is_below_the_bound():
+def test_the_best_plan_is_the_fastest_of_all_and_none_is_below_the_bound():
     rng = random.Random(1)
     for _ in range(200):
         layers, costs = rng.randrange(1, 9), Costs(*(10 ** rng.uniform(-3, 0) for _ in Costs._fields))
@@ -73,7 +73,7 @@ def test_the_best_plan_is_the_best_of_all_and_none_is_below_the_bound():
     assert endless == pytest.approx(100, rel=0.02), "one kind of layer keeps both lanes busy"
 
 
-def test_the_closed_form_divides_all_layers_whatever_they_cost():
+def test_the_closed_form_plans_every_layer_at_any_costs():
     for numbers in itertools.product((0.1, 1.0, 10.0), repeat=4):
         assert len(closed_form(7, Costs(*numbers))) == 7
 
@@ -95,23 +95,21 @@ def test_every_plan_gives_the_same_tokens(plan, kv_heads):
     engines.check_pools(engine)
 
 
-def test_a_plan_keeps_only_what_it_needs():
+def test_a_plan_keeps_no_more_bytes_than_it_needs():
     states, kv = 16 * 64 * 4, 16 * 2 * 32 * 4  # bytes of a block's states, and of its K and V, per layer
     for plan, size in dict(HHH=3 * states, RHH=2 * states, RRK=kv, HKK=states + 2 * kv).items():
         assert engine_for(plan)[1].store.pool.block_bytes == size
 
 
-def test_all_states_travel_before_k_and_v_and_recomputing_comes_first():
+def test_states_are_copied_before_k_and_v_and_recomputing_comes_first():
     engine, cache = engine_for("RHK")
     ask_and_evict(engine, PROMPT, 1)
-    order, copy, project, recompute = [], cache.load_link.copy, cache.project, cache.recompute
+    order, copy = [], cache.load_link.copy
     cache.load_link.copy = lambda *what: order.append(what[2]) or copy(*what)
-    cache.project = lambda *what: order.append("project") or project(*what)
-    cache.recompute = lambda *what: order.append("recompute") or recompute(*what)
-    request = ask(engine, PROMPT + [3], 1)
-    assert order == ["layer 1", "layer 2", "recompute", "project", "project"]
-    plan = request.timeline.plan
-    assert plan["rows"] == [["layers", "RHK"]]
+    for step, does in ("project", cache.project), ("recompute", cache.recompute):
+        setattr(cache, step, lambda *what, step=step, does=does: order.append(step) or does(*what))
+    plan = ask(engine, PROMPT + [3], 1).timeline.plan
+    assert order == ["layer 1", "layer 2", "recompute", "project", "project"] and plan["rows"] == [["layers", "RHK"]]
     costs = Costs(**{name: ms / 1e3 for name, ms in plan["costs_ms"].items()})
     assert plan["predicted_ms"] == pytest.approx(1e3 * plan_seconds("RHK", costs))
 
@@ -128,20 +126,18 @@ def test_recomputing_pauses_between_portions_while_others_decode():
     assert ORACLE.judge(decoding) == ORACLE.judge(back) == "equal" and back.found == {"cpu": 144}
 
 
-def test_the_question_is_no_part_of_an_estimate():
+def test_an_estimate_excludes_the_question():
     engine, cache = engine_for("KKK", bandwidth=1e7)
     ask(engine, PROMPT, 1)
     wait_until_idle(engine)
     cache.question = 1e15  # operations; the question follows in either case
     request = Request(PROMPT + [3], 1)
     engine.block_keys.extend(request.chain, request.tokens, request.salt)
-    match = cache.match(request)
-    kv = 3 * 144 * 2 * 32 * 4 / 1e7
-    assert match.seconds == pytest.approx(kv, rel=0.05)
+    assert cache.match(request).seconds == pytest.approx(3 * 144 * 2 * 32 * 4 / 1e7, rel=0.05)
 
 
 @pytest.mark.parametrize("share, source", [(0.3, "disk_hit"), (0.6, "disk_hit"), (0.9, "miss")])
-def test_reading_counts_once(share, source):
+def test_an_estimate_includes_reading_once(share, source):
     """The estimates are set to about an hour, so real times do not matter."""
     engine, cache = engine_for("RHK", chunk_files(), always_restore=False)
     engine.lower_tier.estimates.learn = lambda *work: None
@@ -156,7 +152,7 @@ def test_reading_counts_once(share, source):
     assert request.source == source, request.decisions
 
 
-def test_a_plan_that_has_files_is_taken_at_the_next_start_unless_another_is_named(monkeypatch, tmp_path):
+def test_the_plan_of_stored_files_is_kept_unless_another_one_is_named(monkeypatch, tmp_path):
     costs = Costs(9.0, 1.0, 1.0, 2.0, 0.0)
     monkeypatch.setattr(planned.PlannedCache, "costs", lambda cache, *span: costs)
     for plan, letters, found in ("best", "RHH", {}), ("best", "RHH", {"disk": 144}), ("RRH", "RRH", {}):
@@ -186,7 +182,7 @@ def test_a_new_directory_is_measured_before_the_plan_is_made(monkeypatch):
     engine.close()
 
 
-def test_a_plan_does_not_depend_on_how_fast_the_machine_is_when_it_is_made():
+def test_a_plan_does_not_depend_on_the_speed_of_the_machine():
     plans, model = set(), engines.tiny_model(2)
     for slower in 1.0, 5.0:
         machine_of(model).fastest = 1e6 / slower  # FLOP/s: so slow that a plan takes many seconds
@@ -197,7 +193,7 @@ def test_a_plan_does_not_depend_on_how_fast_the_machine_is_when_it_is_made():
     assert len(plans) == 1
 
 
-def test_what_is_there_is_projected_before_a_later_layer_is_waited_for(tmp_path):
+def test_an_arrived_layer_is_projected_before_the_next_one_is_awaited(tmp_path):
     """A read completes only when the engine waits for it."""
     ask(engine := engine_for("RHK", chunk_files(tmp_path))[0], PROMPT, 1)
     wait_until_idle(engine)
@@ -223,7 +219,7 @@ def test_what_is_there_is_projected_before_a_later_layer_is_waited_for(tmp_path)
     assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "part 2", "layer 2"]
 
 
-def test_a_wrong_plan_is_one_sentence(capsys):
+def test_a_wrong_plan_is_refused_in_one_sentence(capsys):
     parser = cli.parser_for("")
     planned.add_arguments(parser)
     for plan in ("RHX", "KHR", "RRR"):

@@ -18,7 +18,6 @@ import torch
 from conftest import write_model
 
 from common import store
-from common.link import Transfer, TransferError
 from common.requests import Request
 from shell import checkpoint, cli, limits, ranks
 from tests.support import engines, forked, serving
@@ -40,7 +39,7 @@ def passes(*arguments):
 
 # 1. Right tokens -------------------------------------------------------------------------------
 
-def test_all_ranks_write_the_same_text_so_that_all_find_the_same_stop_strings(frontend):
+def test_all_ranks_find_the_same_stop_strings(frontend):
     submitted, places = [], []
     for rank in range(2):
         cache = SimpleNamespace(ranks=SimpleNamespace(rank=rank), commands=[])
@@ -58,7 +57,7 @@ def test_all_ranks_write_the_same_text_so_that_all_find_the_same_stop_strings(fr
 
 
 @pytest.mark.parametrize("keep, kv_heads", [("kv", 2), ("states", 4), ("pages", 2)])
-def test_traffic_is_right_each_rank_loads_its_part_and_does_what_rank_0_is_asked(keep, kv_heads, tmp_path):
+def test_traffic_on_two_ranks_is_right(keep, kv_heads, tmp_path):
     more = ["lack"] if keep == "pages" else ["bytes", "decline", "commands"]
     passes(tmp_path, 2, "traffic", *more, "--keep", keep, "--kv-heads", kv_heads, "--requests", 20)
 
@@ -80,7 +79,7 @@ def sharding(rank: int, count: int):
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", ["classroom", "qwen3"])
-def test_parts_read_from_files_make_up_the_model(name, count, tmp_path):
+def test_the_parts_of_all_ranks_make_up_the_model(name, count, tmp_path):
     name = name if name == "classroom" else str(write_model(tmp_path, name, num_key_value_heads=4, tie_word_embeddings=True))
     load = partial(checkpoint.load, name, device="cpu")
     whole, *_ = load()
@@ -97,7 +96,7 @@ def test_parts_read_from_files_make_up_the_model(name, count, tmp_path):
     assert torch.equal(heads, whole.embedding)
 
 
-def test_what_does_not_divide_and_too_few_gpus_are_refused_in_a_sentence(monkeypatch):
+def test_a_wrong_number_of_ranks_is_refused_in_a_sentence(monkeypatch):
     with pytest.raises(checkpoint.ModelError, match="3 ranks cannot divide 4 heads"):
         checkpoint.load("classroom", device="cpu", sharding=sharding(0, 3))
     monkeypatch.setattr(checkpoint, "pick_device", lambda device: "cuda")
@@ -108,34 +107,7 @@ def test_what_does_not_divide_and_too_few_gpus_are_refused_in_a_sentence(monkeyp
 
 # 3. Agreement ----------------------------------------------------------------------------------
 
-def test_what_is_held_is_released_when_the_ranks_have_agreed():
-    engine = engines.make(ranked.KVCache(ranks.Ranks(), 64, engines.BANDWIDTH))
-    (block,) = engine.pool.allocate(1)
-    transfer = Transfer("load", "a copy", 0)
-    transfer.finish(0.0, 0.0)
-    engine.lower_tier.cache.hold("load", [transfer], (engine.pool, [block]))
-    ranked.Cache.poll(engine.lower_tier.cache)
-    assert engine.pool.references[block] == 2, "on another rank the copy may not be complete yet"
-    engine.lower_tier.cache.poll()
-    assert engine.pool.references[block] == 1
-
-
-def test_what_a_rank_knows_and_what_all_learn_behind_the_last_layer():
-    engine, copies = engines.make(cache := ranked.KVCache(ranks.Ranks(), 64, 1e9)), []
-    for error, *number in (None, lambda value: 7), (OSError(),), (None,):
-        copies.append(cache.agree_on(Transfer("load", "layer 2"), *number))
-        assert copies[-1].local_state() == ranked.ON_ITS_WAY
-        copies[-1].own.finish(0.0, 0.0, error)
-        copies[-1].restoration, cache.until[engine] = engine, 1e9  # the engine stands for a restoration
-    assert [copy.local_state() for copy in copies] == [ranked.ARRIVED + 7, ranked.FAILED, ranked.ARRIVED], "a failed copy does not count as arrived"
-    cache.ranks.all_true = lambda here: False  # as if a copy had failed on another rank
-    assert copies[2].queue_wait(), "ranks agree after the last layer only"
-    copies[2].last = True
-    with pytest.raises(TransferError):
-        copies[2].queue_wait()
-
-
-def test_no_clock_decides_what_is_saved():
+def test_a_slow_link_does_not_decide_which_blocks_are_saved():
     engine = engines.make(ranked.KVCache(ranks.Ranks(), 64, 1000.0))  # bytes/s: a save takes a minute
     engines.ask(engine, engines.draw(random.Random(0), 250), 1)
     assert engine.counts["swap_outs"] == 15
@@ -143,7 +115,7 @@ def test_no_clock_decides_what_is_saved():
 
 
 @pytest.mark.parametrize("pages, left", [(20, 10), (24, 14)])  # 24 pages do not fit in host memory
-def test_pages_that_come_from_storage_do_not_push_out_those_before_them(pages, left):
+def test_pages_from_storage_do_not_evict_earlier_pages_of_their_chain(pages, left):
     backend, rng, size = rank_tests.Losing(random.Random(0), 0.0), random.Random(1), 20
     prompt = engines.draw(rng, 16 * pages + 1)
     for host in 5 * size, size:  # the first engine writes all pages to storage
@@ -161,7 +133,7 @@ def test_pages_that_come_from_storage_do_not_push_out_those_before_them(pages, l
     engine.close()
 
 
-def test_storage_is_asked_once_and_read_for_enough_tokens():
+def test_a_request_asks_storage_once_if_enough_tokens_are_missing():
     backend, rng = rank_tests.Losing(random.Random(0), 0.0), random.Random(1)
     cache = ranked.PageHeadCache(ranks.Ranks(), 128, engines.BANDWIDTH, store.Storage(backend), range(2))
     engine, text = engines.make(cache), engines.draw(rng, 400)
@@ -175,7 +147,7 @@ def test_storage_is_asked_once_and_read_for_enough_tokens():
         engine.evict("host")
 
 
-def test_what_another_rank_has_written_again_is_not_doubted():
+def test_a_page_rewritten_by_another_rank_is_not_doubted():
     backend, prompt = rank_tests.Losing(random.Random(0), 0.0), engines.draw(random.Random(1), 400)
     for writes in True, False:
         cache = ranked.PageHeadCache(ranks.Ranks(), 128, engines.BANDWIDTH, store.Storage(backend), range(2), writes)
@@ -188,7 +160,7 @@ def test_what_another_rank_has_written_again_is_not_doubted():
     assert found == {"storage": 384}
 
 
-def test_host_memory_is_counted_in_what_is_kept(monkeypatch):
+def test_host_memory_is_counted_in_kept_bytes(monkeypatch):
     parser = cli.parser_for("")
     ranked.add_arguments(parser)
     model = engines.tiny_model(kv_heads=1)  # per token 384 bytes of K and V, or 512 of states
@@ -211,7 +183,7 @@ TORCHRUN = dict(RANK=1, WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=29500
         dict(RANK="x"), dict(RANK=2), dict(RANK=-1), dict(LOCAL_RANK=2), dict(WORLD_SIZE=""), dict(MASTER_PORT=0), dict(MASTER_ADDR=""))],
     *[({name: TORCHRUN[name] for name in TORCHRUN if name != lacking}, None, None) for lacking in TORCHRUN],
 ])  # fmt: skip
-def test_the_environment_says_which_rank_this_is_or_a_sentence_what_is_wrong(given, asked, expected, monkeypatch):
+def test_the_environment_names_the_rank_or_is_refused_in_a_sentence(given, asked, expected, monkeypatch):
     monkeypatch.setattr(os, "environ", {name: str(value) for name, value in given.items()})
     if expected:
         assert ranks.of_environment(asked) == expected
@@ -224,30 +196,30 @@ def test_the_environment_says_which_rank_this_is_or_a_sentence_what_is_wrong(giv
     ("killed", "Rank 1 was killed by signal 9; all ranks end."),
     ("failed", "Rank 1 has ended (AssertionError: something went wrong here); all ranks end."),
 ])  # fmt: skip
-def test_when_a_rank_has_ended_all_end_with_a_sentence(how, words, tmp_path):
+def test_all_ranks_end_with_a_sentence_after_one_has_ended(how, words, tmp_path):
     done = scenario(tmp_path, 2, how)
     assert done.returncode == 1 and done.stderr.endswith(f"{words}\n"), done.stderr
     assert done.stdout == "ready\n", "output before the failure is not lost"
 
 
 @pytest.mark.parametrize("count, keep", [(2, "kv"), (2, "states"), (4, "kv")])
-def test_an_exception_on_one_rank_ends_the_step_on_all_ranks_and_all_go_on(count, keep, tmp_path):
+def test_an_exception_on_one_rank_fails_the_step_on_all_ranks(count, keep, tmp_path):
     passes(tmp_path, count, "fails", "--keep", keep, "--kv-heads", 4)
 
 
 @pytest.mark.parametrize("words, environment, sentence", [
     (["--model", "/nonexistent"], {}, "No model"),
     (["--ranks", 2], dict(RANK="0", WORLD_SIZE="1"), "Ranks cannot start from RANK=0, WORLD_SIZE=1, --ranks 2: "),
-    (["--prompt", "Hi"], dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="taken"), "The ranks could not connect ("),
+    (["--prompt", "Hi"], dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"), "The ranks could not connect ("),
 ])
-def test_what_cannot_start_is_one_sentence(words, environment, sentence, tmp_path):
+def test_a_wrong_start_is_refused_in_one_sentence(words, environment, sentence, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        given = {name: value.replace("taken", str(taken.getsockname()[1])) for name, value in environment.items()}
-        done = forked.run(tmp_path, "09_tensor_parallel.py", *words, timeout=300, **given)
+        port = dict(MASTER_PORT=str(taken.getsockname()[1])) if "MASTER_ADDR" in environment else {}
+        done = forked.run(tmp_path, "09_tensor_parallel.py", *words, timeout=300, **environment, **port)
     assert done.returncode == 1 and done.stderr.startswith(f"09_tensor_parallel: {sentence}") and done.stderr.count("\n") == 1
 
 
-def test_ctrl_c_ends_all(tmp_path):
+def test_ctrl_c_ends_all_ranks(tmp_path):
     process = forked.start(tmp_path, "09_tensor_parallel.py", "--port", "0")
     serving.eventually(lambda: "serves" in (tmp_path / "stdout").read_text())
     os.kill(process.pid, signal.SIGINT)
@@ -255,12 +227,8 @@ def test_ctrl_c_ends_all(tmp_path):
     assert process.exitcode == 130 and (tmp_path / "stderr").read_text().endswith("\nInterrupted.\n")
 
 
-def found(*words) -> list[str]:
-    """Return the ids of processes that pgrep finds."""
-    return subprocess.run(["pgrep", *words], capture_output=True, text=True).stdout.split()
-
-
-def test_no_rank_outlives_the_one_that_has_started_it(tmp_path):
+def test_no_rank_outlives_the_rank_that_started_it(tmp_path):
+    found = lambda *words: subprocess.run(["pgrep", *words], capture_output=True, text=True).stdout.split()  # noqa: E731
     first = forked.start(tmp_path, "-m", "tests.support.ranks", 2, "idle")
     serving.eventually(lambda: (tmp_path / "stdout").read_text() == "ready\n")
     (session,) = found("-P", str(first.pid))  # the other rank leads a session of its own

@@ -23,7 +23,7 @@ def of(*spans) -> Timeline:
 
 @pytest.mark.parametrize("idle,expected", [
     ([], [(1, 9)]), ([(2, 3)], [(1, 2), (3, 9)]), ([(2, 3), (4, 8)], [(1, 2), (3, 4), (8, 9)])], ids=str)
-def test_a_span_measured_elsewhere_is_cut_where_the_lane_was_idle_and_at_the_beginning(idle, expected):
+def test_a_span_excludes_idle_times_and_the_time_before_the_timeline(idle, expected):
     timeline = Timeline()
     began = timeline.began
     timeline.add("compute", "prefill 7", began + 1, began + 9, [(began + a, began + b) for a, b in idle])
@@ -40,13 +40,13 @@ INTERVAL = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted)
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.lists(INTERVAL, min_size=1, max_size=6))
-def test_a_bubble_is_what_counting_gives(spans):
+def test_a_bubble_equals_the_counted_idle_time(spans):
     timeline = of(*(("load", "x", *span) for span in spans), ("compute", "x", 0, 13))       # spans may overlap
     idle = [not any(start <= cell < end for start, end in spans) for cell in range(13)]
     assert bubble(timeline, "load") == pytest.approx(sum(idle) / 13)
 
 
-def test_a_chart_has_a_line_for_each_lane_and_a_column_for_each_share_of_the_time():
+def test_a_chart_has_a_line_per_lane_and_a_column_per_share_of_the_time():
     timeline = of(("load", "layer 0", 0, 2), ("load", "layer 1", 2, 3), ("load", "chunk 12", 3, 4),
                   ("compute", "prefill 20", 4, 6), ("compute", "decode", 7, 8), ("save", "block 7", 8, 8))
     assert chart(timeline, 8).splitlines() == [
@@ -55,7 +55,7 @@ def test_a_chart_has_a_line_for_each_lane_and_a_column_for_each_share_of_the_tim
     assert chart(Timeline(), 8) == "         0     0 ms"
 
 
-def test_the_trace_of_several_timelines_is_on_one_clock_and_a_reply_in_milliseconds(tmp_path):
+def test_a_trace_has_one_clock_and_a_reply_has_milliseconds(tmp_path):
     first = of(("load", "layer 0", 0, 0.5), ("storage", "page", 1, 2))
     second = of(("compute", 'a "label"', 0, 0.25))
     second.began = first.began + 3
@@ -72,14 +72,14 @@ def test_the_trace_of_several_timelines_is_on_one_clock_and_a_reply_in_milliseco
         dict(lane="load", label="layer 0", start_ms=1.234, end_ms=500.0)]
 
 
-def test_without_a_gpu_a_mark_is_the_time_of_the_host():
+def test_a_mark_without_a_gpu_is_the_time_of_the_host():
     clock, before = Clock("cpu"), time.perf_counter()
     assert before <= clock.seconds(mark := clock.mark()) == mark <= time.perf_counter()
 
 
 @pytest.mark.parametrize("drift", [0.0, 1e-4])
 @pytest.mark.parametrize("step", [0.001, 7.0, 100.0])
-def test_on_a_gpu_marks_become_seconds_of_the_hosts_clock_for_hours(monkeypatch, step, drift):
+def test_marks_on_a_gpu_become_seconds_of_the_hosts_clock_for_hours(monkeypatch, step, drift):
     now = [0.0]                    # the GPU's time; the host's clock is 5000 s ahead and drifts
 
     def host():

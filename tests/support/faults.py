@@ -1,4 +1,5 @@
-"""Inject faults into links and storage: copies that fail, are late, or write noise before they fail.
+"""Inject faults into links and storage: copies that fail, are late, or write noise before they fail, and a back end
+whose methods fail.
 
 All Caches copy over a Link, so the faults work for every chapter."""
 
@@ -128,3 +129,70 @@ def faulty(*args, **shares):
     finally:
         for timer in faults.pending:
             timer.join()
+
+
+class Shelf:
+    """A back end in memory.
+
+    `open`: while it is not set, reads wait. `asked`: the number of keys of each read."""
+
+    def __init__(self, secret=""):
+        self.pages, self.asked, self.open, self.secret = {}, [], threading.Event(), secret
+        self.index = self.pages
+        self.open.set()
+
+    def exists(self, keys):
+        return [key in self.pages for key in keys]
+
+    def get(self, keys):
+        self.asked.append(len(keys))
+        assert self.open.wait(60)
+        return [self.pages.get(key) for key in keys]
+
+    def set(self, keys, values):
+        self.pages.update(zip(keys, values))
+
+    def __len__(self):
+        """The number of pages, except pages written by a measurement of speed."""
+        return sum(value[4:12] != bytes(range(8)) for value in self.pages.values())
+
+    @contextmanager
+    def broken(self, method: str, fault: str):
+        """Context manager: let one of the three methods fail; at the end, repair it.
+
+        `fault`: a key of FAULTS; "hangs": until the end; "times out": each thread's first call raises, later calls hang."""
+        does, repaired, seen = getattr(self, method), threading.Event(), set()
+
+        def fails(*given):
+            if fault == "hangs" or fault == "times out" and threading.get_ident() in seen:
+                assert repaired.wait(60)
+            seen.add(threading.get_ident())
+            return does(*given) if fault == "hangs" else FAULTS[fault](does, *given)
+
+        setattr(self, method, fails)
+        yield
+        setattr(self, method, does)
+        repaired.set()
+
+
+def changing(change):
+    """Return a fault that applies `change` to each value that is written or read."""
+    def fault(does, keys, *values):
+        changed = [value and change(value) for value in (values[0] if values else does(keys))]
+        return does(keys, changed) if values else changed
+
+    return fault
+
+
+# fault -> function(method, its arguments), called in place of the method
+FAULTS = {
+    "raises": lambda does, *given: 1 / 0,
+    "times out": lambda does, *given: 1 / 0,
+    "raises halfway": lambda does, *given: does(*(part[::2] for part in given)) or 1 / 0,
+    "answers nothing": lambda does, *given: None,
+    "loses all": lambda does, *given: does.__self__.pages.clear() or does(*given),
+    "forgets": lambda does, keys, *values: [None] * len(keys),
+    "swaps": lambda does, keys, *values: does(keys[::-1], *values),
+    "cuts": changing(lambda value: value[: len(value) // 2]),
+    "flips a bit": changing(lambda value: value[:-1] + bytes([value[-1] ^ 1])),
+}
