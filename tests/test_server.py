@@ -1,5 +1,4 @@
 """The server of all chapters, with a stub engine and a real socket: answers, errors, hang-ups, and closing."""
-import http.client
 import importlib
 import io
 import json
