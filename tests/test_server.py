@@ -118,11 +118,12 @@ REFUSED = [  # (route, status, words of the error, bodies); a body in bytes is s
     ("POST /evict", 400, "one of device, host", [dict(tier="moon"), dict(tier=[1])]), ("POST /evict", 400, "needs tier", [{}]),
     # Sampling
     (GENERATE, 400, "Unknown field 'temprature'", [dict(temprature=1, stream=True)]),
+    (GENERATE, 400, "Unknown field 'functions'", each("functions", False, 0, "", [None])),
     (GENERATE, 400, "stream must be", each("stream", 0, "yes")),
-    (GENERATE, 400, "max_tokens must be", each("max_tokens", 0, -2, HUGE, 1.5, "8", True, [8])),
+    (GENERATE, 400, "max_tokens must be", each("max_tokens", 0, -2, HUGE, (1 << 20) + 1, 1.5, "8", True, [8])),
     (GENERATE, 400, "temperature must be", each("temperature", -1, 101, HUGE, -HUGE, NAN, "hot", True)),
     (GENERATE, 400, "top_p must be", each("top_p", -0.5, 1.5, HUGE, "1", False)),
-    (GENERATE, 400, "top_k must be", each("top_k", -2, 1.5, HUGE, "5", True)),
+    (GENERATE, 400, "top_k must be", each("top_k", -2, 1.5, (1 << 20) + 1, "5", True)),
     (GENERATE, 400, "seed must be", each("seed", -2, 1 << 63, 0.5, "1", True, float("inf"))),
     (GENERATE, 400, "stop must be", each("stop", 5, [5], [""], "", ["a"] * 17, "x" * 257, {"a": 1}, True)),
     # Prompts and messages; the model has 300 tokens and a context of 256
