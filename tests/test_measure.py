@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import measure, planned, tables
 from tests.conftest import ROOT
-from tools import gpu_report, report
+from tools import report
 
 
 @pytest.mark.parametrize("ratios, by, is_slower", [
@@ -62,15 +62,6 @@ def test_gpu_results_carry_its_name_and_use_its_own_link(tmp_path, monkeypatch):
     there, here = (SimpleNamespace(device=torch.device(device)) for device in ("cuda", "cpu"))
     assert list(planned.links_of(there)) == [measure.AS_IT_IS] and measure.modelled(there, 1e9) is None
     assert len(planned.links_of(here)) == 3 and measure.modelled(here, 1e9) == 1e9
-
-
-def test_the_gpu_report_lists_its_jobs_where_no_gpu_is(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["gpu_report"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    gpu_report.main()
-    said = capsys.readouterr().out
-    assert all(words.split(" {file}")[0] in said for words, _ in gpu_report.JOBS.values())
-    assert sum(limit for _, limit, *_ in gpu_report.PARTS.values()) < 14 * 60
 
 
 def test_requirements_and_readme_name_the_same_oldest_pytorch():

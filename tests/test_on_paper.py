@@ -7,9 +7,6 @@ import pytest
 from benchmarks import claims, measure
 from tools import on_paper
 
-planned = on_paper.planned
-SEVEN, THIRTEEN, THIRTY = on_paper.MODELS
-
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict]:
@@ -19,15 +16,6 @@ def rows() -> list[dict]:
 def row(rows: list[dict], table: str, name: str) -> dict:
     (found,) = (row for row in rows if row["table"].startswith(table) and row["name"].startswith(name))
     return found
-
-
-@pytest.mark.parametrize("model, balance", [(SEVEN, 24e9), (THIRTEEN, 21e9), (THIRTY, 37e9)])
-def test_projecting_takes_as_long_as_the_transfer_at_the_papers_bandwidth(model, balance):
-    """By section 3.2, recomputing takes (24TD^2 + T^2 D) / 4TD^2 = 6 + T / 4D times as long as projecting."""
-    costs = on_paper.layer_costs(model, 1024, on_paper.PEAK, balance)
-    assert costs.load_states == pytest.approx(costs.project) and costs.load_kv == 2 * costs.load_states
-    costs = on_paper.layer_costs(SEVEN, 2048, on_paper.PEAK, 32e9)
-    assert costs.recompute / costs.project == pytest.approx(6 + 2048 / (4 * 4096))
 
 
 def test_verdicts_agree_with_table_3_but_not_with_equation_1(rows, monkeypatch):
@@ -76,12 +64,3 @@ def test_a_claim_is_judged_by_rows_whose_mechanism_ran(asked, verdict):
     found = [dict(claim="part", model=model, rows=[dict(ratio=measure.spread(ratios), bytes=size)])
              for model, ratios, size in (("m", [1.2, 1.3, 1.4], 1), ("n", [9.0, 9.0], 0))]  # fmt: skip
     assert claims.judged(claim, found) == ("1.3", verdict)
-
-
-def test_a_claim_on_a_gpu_prefers_the_papers_size():
-    times = dict(tinyllama=(40, 50), llama2=(30, 20))
-    rows = [dict(model=f"{model}-7b" if model == "llama2" else model, history=4096, way=way, ttft_ms=measure.spread([ms]))
-            for model, each in times.items() for way, ms in zip(("03", "05"), each)]  # fmt: skip
-    assert claims.on_gpu({"gpu-x": dict(papers=dict(rows=rows[:2]))}, ("03", "05")) == "0.80 (tinyllama, 4,096)"
-    both = {"gpu-x": dict(papers=dict(rows=rows)), "gpu-y": dict(papers=dict(rows=[]))}
-    assert claims.on_gpu(both, ("03", "05")) == "1.50 (llama2-7b, 4,096)"

@@ -3,6 +3,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from shell.openai import LABELS, NEUTRAL
 from tests.support.serving import INFO, TIMEOUT, serving
 from tests.support.stub import Engine
 
@@ -92,8 +93,7 @@ def test_a_stream_without_usage_ends_with_done(client, served):
 # 2. Fields of a request --------------------------------------------------------------------------------------
 
 def test_the_engine_gets_the_fields_of_a_client(client, served):
-    client.chat.completions.create(messages=HELLO, model="x", max_completion_tokens=3, seed=7, top_p=0.5,
-                                   stop=["a"],
+    client.chat.completions.create(messages=HELLO, model="x", max_completion_tokens=3, seed=7, top_p=0.5, stop=["a"],
                                    extra_body=dict(cache_salt="Anna", top_k=2))
     request = served.engine.asked[-1]
     assert (request.max_tokens, request.seed, request.top_p, request.top_k) == (3, 7, 0.5, 2)
@@ -102,17 +102,13 @@ def test_the_engine_gets_the_fields_of_a_client(client, served):
 
 
 def test_the_server_accepts_neutral_fields_and_labels(client, served):
+    neutral = {name: value for value, names in NEUTRAL for name in names.split()} | dict.fromkeys(LABELS.split(), "any")
     client.chat.completions.create(
-        messages=HELLO, n=1.0, seed=-1, function_call="none", extra_body=dict(
-            top_k=-1, min_p=0.0, repetition_penalty=1.0, min_tokens=0, ignore_eos=False, skip_special_tokens=True, add_generation_prompt=True,
-            add_special_tokens=False, typical_p=1.0, guided_json=None, request_id="1", stop_token_ids=[]), reasoning_effort="none", verbosity="medium",
-        presence_penalty=0.0, frequency_penalty=0, logit_bias={}, tools=[], tool_choice="auto",
-        response_format=dict(type="text"), user="me", store=False, logprobs=False, top_logprobs=0, metadata=dict(a="b"),
-        safety_identifier="x", prompt_cache_key="y", service_tier="auto", parallel_tool_calls=True, functions=[],
-        modalities=["text"], stream=True, stream_options=dict(include_usage=True, include_obfuscation=False),
-        **GREEDY | dict(max_tokens=8.0))
+        messages=HELLO, seed=-1, tools=[], functions=[], function_call="none", tool_choice="auto", reasoning_effort="none",
+        stream=True, stream_options=dict(include_usage=True, include_obfuscation=False), metadata=dict(a="b"),
+        extra_body=dict(neutral, top_k=-1, add_special_tokens=False, guided_json=None, stop_token_ids=[]), **GREEDY)
     request = served.engine.asked[-1]
-    assert (request.temperature, request.top_k, repr(request.max_tokens)) == (0, 0, "8")
+    assert (request.temperature, request.top_k, request.max_tokens) == (0, 0, 8)
 
 
 @pytest.mark.parametrize("blocks, room, long, words", [
