@@ -65,7 +65,7 @@ def soak(chapter: str, minutes: float, folder: str) -> Counter:
     module, parser, rng, seen = importlib.import_module(chapter), cli.parser_for(""), random.Random(0), Counter()
     module.add_arguments(parser)
     frontend = Frontend(*checkpoint.load("classroom", "float32"))
-    talks = [lesson.conversation(frontend, rng, rng.randrange(30, 1200)) for _ in range(int(min(60, 6 + 60 * minutes)))]
+    talks = [lesson.conversation(frontend, rng, rng.randrange(30, 1200)) for _ in range(int(min(60, 3 + 60 * minutes)))]
     requests = [Request(frontend.encode(None, talk[: rng.randrange(1, len(talk) + 1, 2)]), 12, end_tokens=frontend.end_tokens) for talk in talks * 2]
     importlib.import_module("01_baseline").Engine(frontend.model).generate(requests)
     answers = {tuple(request.tokens[: request.prompt_tokens]): request.new for request in requests}

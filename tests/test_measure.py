@@ -59,9 +59,8 @@ def test_gpu_results_carry_its_name_and_use_its_own_link(tmp_path, monkeypatch):
     for device in "cuda", "cpu":
         measure.write("some", device, tmp_path, [])
     assert {path.name for path in tmp_path.iterdir()} == {"some-nvidia-h100-80gb-hbm3.json", "some-cpu.json"}
-    there, here = (SimpleNamespace(device=torch.device(device)) for device in ("cuda", "cpu"))
+    there = SimpleNamespace(device=torch.device("cuda"))
     assert list(planned.links_of(there)) == [measure.AS_IT_IS] and measure.modelled(there, 1e9) is None
-    assert len(planned.links_of(here)) == 3 and measure.modelled(here, 1e9) == 1e9
 
 
 def test_requirements_and_readme_name_the_same_oldest_pytorch():

@@ -125,21 +125,23 @@ def test_bfloat16_stays_near_transformers(kind, tmp_path):
     assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() >= 0.8
 
 
-@pytest.mark.parametrize("dtype", checkpoint.DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_seed_gives_the_same_answer_alone_in_a_batch_and_from_a_cache(dtype):
+    """In 16 bits, only the same request alone."""
     model, rng = load("classroom", dtype).model, random.Random(0)
-    prompts = [draw(rng, 40 + 9 * number) for number in range(6)]
-    ways = [dict(temperature=1.0 + number % 2, seed=number, top_p=(1.0, 0.9, 1.0)[number % 3]) for number in range(6)]
+    prompts = [draw(rng, 40 + 9 * number) for number in range(4)]
+    ways = [dict(temperature=1.0 + number % 2, seed=number, top_p=(1.0, 0.9, 1.0)[number % 3]) for number in range(4)]
 
     def answers(engine, *groups) -> list[list[int]]:
         return [request.new for group in groups
-                for request in engine.generate([Request(list(prompts[at]), 20, **ways[at]) for at in group])]
+                for request in engine.generate([Request(list(prompts[at]), 16, **ways[at]) for at in group])]
 
-    alone = [answers(make(model=model), [at])[0] for at in range(6)]
-    assert [answers(make(model=model), [at])[0] for at in range(6)] == alone and len({*map(tuple, alone)}) == 6
+    one_by_one = [[at] for at in range(4)]
+    alone, again = (sum((answers(make(model=model), group) for group in one_by_one), []) for _ in range(2))
+    assert alone == again and len({*map(tuple, alone)}) == 4
     if dtype == "float32":
-        assert answers(engine := make(model=model, blocks=200), range(6)) == alone
-        assert answers(engine, *[[at] for at in range(6)]) == alone and engine.counts["gpu_hits"]
+        assert answers(engine := make(model=model, blocks=200), range(4)) == alone
+        assert answers(engine, *one_by_one) == alone and engine.counts["gpu_hits"]
 
 
 # Linear layers on a CPU ------------------------------------------------------------------------

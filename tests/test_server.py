@@ -342,15 +342,13 @@ def test_state_shows_requests_pools_and_finished_answers(frontend):
                 eventually(lambda: len(client.ask("/state").json["requests"]) == 2)
                 state = client.ask("/state").json
     assert state["info"]["chapter"] == "stub" and state["info"]["context"] == frontend.context
-    running, waiting = state["requests"]
+    (running, waiting), (finished,), pools = state["requests"], state["finished"], state["pools"]
     prompt = len(frontend.request("Hello").tokens)
     assert (running["id"], running["state"], running["computed"]) == (2, "decode", prompt)
     assert (waiting["id"], waiting["state"], waiting["new_tokens"]) == (3, "waiting", 0)
-    device, host = state["pools"]["device"], state["pools"]["host"]
     blocks = -(-(prompt + 60) // 16)
-    assert device["states"] == "u" * 1 + "r" * (blocks - 1) + "." * (40 - blocks)
-    assert device["blocks"] == 40 and device["block_bytes"] == 1024 and host["states"] == "." * 40
-    finished, = state["finished"]
+    assert pools["device"]["states"] == "u" * 1 + "r" * (blocks - 1) + "." * (40 - blocks) and pools["host"]["states"] == "." * 40
+    assert pools["device"]["blocks"] == 40 and pools["device"]["block_bytes"] == 1024
     assert finished["id"] == 1 and finished["decisions"] == ["nothing was offered: the prompt is computed"]
     assert finished["found"] == {} and finished["version"] == 20 == finished["usage"]["completion_tokens"]
     assert state["counters"]["requests"] == 3
