@@ -227,34 +227,33 @@ def test_a_load_slower_than_computing_is_declined_with_a_reason():
 
 # 6. Sleeping -----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("made", [make, lambda: engines.baseline.Engine(tiny_model())], ids=["02", "01"])
-def test_an_idle_engine_sleeps_until_a_request_comes(made):
-    engine, request, slept = made(), Request(PROMPT, 1), []
-    wait = engine.wake.wait
+def sleeps(engine, during) -> list:
+    """Call `during(count)` before each sleep of an engine. Returns: the list of its timeouts, which grows."""
+    slept, wait = [], engine.wake.wait
 
-    def come(seconds=None):
+    def sleep(seconds=None):
         slept.append(seconds)
-        threading.Timer(0.05, engine.submit, (request,)).start()
+        during(len(slept))
         return wait(seconds)
 
-    engine.wake.wait = come
+    engine.wake.wait = sleep
+    return slept
+
+
+@pytest.mark.parametrize("made", [make, lambda: engines.baseline.Engine(tiny_model())], ids=["02", "01"])
+def test_an_idle_engine_sleeps_until_a_request_comes(made):
+    engine, request = made(), Request(PROMPT, 1)
+    slept = sleeps(engine, lambda count: threading.Timer(0.05, engine.submit, (request,)).start())
     engines.until_over(engine, request)
     assert slept == [None], "the engine sleeps once, without a timeout"
 
 
 def test_an_engine_that_waits_for_a_copy_sleeps():
     """Each copy arrives when the engine has slept three times."""
-    engine, issued, slept = make(RowCache(lambda transfer: issued.append(transfer))), [], []
+    engine = make(RowCache(lambda transfer: issued.append(transfer)))
     ask_and_evict(engine, PROMPT)
-    wait = engine.wake.wait
-
-    def arrive(seconds=None):
-        slept.append(seconds)
-        if issued and len(slept) % 3 == 0:
-            issued.pop(0).finish(0.0, 0.0)
-        return wait(seconds)
-
-    engine.wake.wait = arrive
+    issued = []
+    slept = sleeps(engine, lambda count: issued and count % 3 == 0 and issued.pop(0).finish(0.0, 0.0))
     request = ask(engine, PROMPT + [5])
     assert request.found == {"rows": 205} and slept == [0.02] * 9, "the engine sleeps between its checks"
 
@@ -264,6 +263,5 @@ def test_explain_prints_a_line_for_each_event(capsys):
     engine.explain = True
     again(engine, PROMPT)
     said = capsys.readouterr().err
-    for verb in ("admit", "compute", "finish", "restore"):
-        assert f" {verb} " in said
+    assert all(f" {verb} " in said for verb in ("admit", "compute", "finish", "restore"))
     assert "12 blocks" in said or "13 blocks" in said
