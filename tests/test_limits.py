@@ -19,8 +19,7 @@ def memory(limit, used: int, folder: str = "a/b/") -> dict[str, str]:
 
 
 def memory_1(limit: int, used: int, folder: str = "a/b/") -> dict[str, str]:
-    folder = f"{GROUP}memory/{folder}"
-    return {f"{folder}memory.limit_in_bytes": f"{limit}\n", f"{folder}memory.usage_in_bytes": f"{used}\n"}
+    return {f"{GROUP}memory/{folder}memory.{name}_in_bytes": f"{size}\n" for name, size in dict(limit=limit, usage=used).items()}
 
 
 def share(quota, period=100_000) -> dict[str, str]:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from common.cache import Match
-from common.estimates import MAX_WAIT
+from common.estimates import MAX_WAIT, Estimates
 from common.link import NUM_SAMPLES, Speed, Transfer
 from common.requests import Request
 from shell import machine as module
 from shell.machine import flops, measure
-from shell.modelled_link import Bandwidth, LikeA100
+from shell.modelled_link import LikeA100
 from tests.support import engines
 from tests.support.engines import ask, check_pools, draw, evict, make, offload, tiny_model
 
@@ -56,52 +56,49 @@ def test_one_undisturbed_call_suffices_to_measure(monkeypatch, slowness):
 
 
 class Changing:
-    """An engine of chapter 03 whose first estimates for 192 tokens are `computing` and `loading` seconds."""
+    """Estimates whose first values for 192 tokens are `computing` and `loading` seconds."""
 
     def __init__(self, loading: float, computing: float = 1.0):
-        model = tiny_model(6)
-        speed = flops(model.config, 0, 192) / computing
-        model.machine = SimpleNamespace(fastest=speed, projecting=1e3, flops=partial(flops, model.config))
-        self.engine = make(cache := offload.HostCache(64, 1e9), model=model, always_restore=False)
-        self.estimates, self.link = self.engine.lower_tier.estimates, cache.load_link
-        self.bytes = 12 * cache.host.block_bytes
-        self.link.bandwidth = Bandwidth(self.bytes / loading)
+        self.flops = partial(flops, tiny_model().config)
+        self.match = Match(192, loading, [], {"cpu": 192})
+        self.estimates = Estimates(SimpleNamespace(fastest=self.flops(0, 192) / computing, flops=self.flops))
+        self.estimates.attach(make())
 
     def prefill(self, seconds: float, rows: int = 192):
         self.estimates.learn([(Request([0] * 192, 1, computed=192), rows)], seconds)
 
-    def loads(self) -> bool:
-        match = Match(192, self.link.seconds(self.bytes), [], {"cpu": 192})
-        return self.estimates.load_or_compute(Request([0] * 193, 1), match) > 0
+    def limit(self) -> float:
+        """Return the seconds that loading may take, or 0.0 if computing is faster."""
+        return self.estimates.load_or_compute(Request([0] * 193, 1), self.match)
 
 
 def test_a_faster_prefill_replaces_the_measured_speed():
     machine = Changing(loading=1.5, computing=3.0)
-    assert machine.loads()
+    assert machine.limit()
     machine.prefill(1.0)
-    assert not machine.loads()
+    assert not machine.limit()
     for _ in range(NUM_SAMPLES):
         machine.prefill(3.0)
-    assert machine.loads() and machine.engine.counts["declined"] == 1
+    assert machine.limit() and machine.estimates.engine.counts["declined"] == 1
 
 
 def test_a_prefill_of_few_rows_counts_only_if_it_is_faster():
     """Thus an engine also learns of a faster machine if every request is a hit and computes few rows."""
     machine = Changing(loading=0.5)
-    few = flops(machine.engine.model.config, 176, 192) / flops(machine.engine.model.config, 0, 192)  # share of the seconds of 192 tokens
+    few = machine.flops(176, 192) / machine.flops(0, 192)  # share of the seconds of 192 tokens
     for _ in range(NUM_SAMPLES):
         machine.prefill(9.0 * few, rows=16)
-    assert machine.loads()
+    assert machine.limit()
     machine.prefill(few / 4, rows=16)
-    assert not machine.loads()
+    assert not machine.limit()
 
 
 def test_a_load_may_take_as_long_as_computing():
-    machine, request = Changing(loading=0.5), Request([0] * 193, 1)
-    match = Match(192, 0.5, [], {"cpu": 192})
-    assert machine.estimates.load_or_compute(request, match) == pytest.approx(1.0)
+    """With --always-restore, a load may take a minute."""
+    machine = Changing(loading=0.5)
+    assert machine.limit() == pytest.approx(1.0)
     machine.estimates.always = True
-    assert machine.estimates.load_or_compute(request, match) == MAX_WAIT
+    assert machine.limit() == MAX_WAIT
 
 
 def test_a_pass_of_few_rows_leaves_a_core_to_copies(monkeypatch):
