@@ -9,7 +9,6 @@ SECONDS = 300  # long, since the machine may be busy
 METHODS = [(number, name) for number in exercise.CHAPTERS for name, *_ in exercise.rows(number, 3)]
 METHODS.remove(("03", "HostCache.save_blocks"))  # without its count, each step looks again for blocks to save
 MISTAKES = [  # (chapter, its code, wrong code of a student, part of the judge's sentence)
-    ("01", "torch.arange(start, start + len(tokens), ", "torch.arange(len(tokens), ", "at its own position"),
     ("02", "range(request.registered, full):", "range(request.registered, len(chain)):", "registered before it was full"),
     ("03", "                yield transfer\n                restoration.layers += 1",
      "                yield transfer\n            restoration.layers = len(transfers)", "right, but late"),
@@ -19,9 +18,6 @@ MISTAKES = [  # (chapter, its code, wrong code of a student, part of the judge's
     ("04-saving", "(self.head + numpy.concatenate([piece.rows for piece in pieces])) % self.ring",
      "self.head + numpy.concatenate([piece.rows for piece in pieces])", "the buffer is a ring"),
     ("05", '("H", costs.load_states), ("K", costs.load_kv)', '("K", costs.load_kv), ("H", costs.load_states)', "all H layers, then all K layers"),
-    ("06", "unread.pop()", "unread.pop(0)", "in the wrong order"),
-    ("07", "upper.pages and len(upper.children) == 1 and upper.state == node.state", "False", "else they are one node"),
-    ("08", "if held + item.end / 2 > even or held", "if held", "few mini-batches of about equal length"),
     ("09", "FAILED if self.own.error is not None else ARRIVED +", "ARRIVED +", "a failed copy does not count as arrived"),
 ]  # fmt: skip
 
