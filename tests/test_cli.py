@@ -65,11 +65,9 @@ def test_prompt_prints_the_answer_and_closes_the_engine(monkeypatch, capsys, tin
     monkeypatch.setattr(sys, "stderr", sys.stdout)      # as on a terminal, which shows both
     said, _ = run_here(monkeypatch, capsys, "--model", tiny_folder, "--prompt", "Hello", "--max-tokens", 20,
                        *["--explain"] * explain, *(f"--{name}={path}" for name, path in files.items()))
-    report = json.loads(files["json"].read_text())
-    engine, = closed
+    report, (engine,) = json.loads(files["json"].read_text()), closed
     request, = engine.asked
-    assert limited
-    assert (request.temperature, request.max_tokens, engine.explain) == (0, 20, explain)
+    assert limited and (request.temperature, request.max_tokens, engine.explain) == (0, 20, explain)
     before, _, rest = said.partition(report["text"] + "\n\n")
     assert {line[:5] for line in before.splitlines()} == {"KV po", *["step "] * explain} and "20 new; TTFT" in rest
     assert said.endswith("nothing was offered: the prompt is computed\n")

@@ -7,7 +7,6 @@ import random
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -146,43 +145,32 @@ def test_a_seed_gives_the_same_answer_alone_in_a_batch_and_from_a_cache(dtype):
 
 # Linear layers on a CPU ------------------------------------------------------------------------
 
-def fast_linear(outputs: int, bias: bool, dtype, copies: bool) -> FastLinear:
-    linear = Linear(48, outputs, bias, dtype=dtype)
-    for parameter in linear.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    speed_up(linear, copies)
-    return linear
-
-
 @pytest.mark.parametrize("instructions", [False, True])  # does the processor have bf16 instructions
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("outputs", [30, 31], ids=["divided", "in one piece"])
 @pytest.mark.parametrize("dtype, rtol, atol", [(torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 0.1)])
 @torch.inference_mode()
 def test_a_fast_product_equals_the_plain_product(bias, outputs, dtype, rtol, atol, instructions, monkeypatch):
+    """Also without a copy of the weights, where the operator is missing or has no kernel."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: instructions)
-    x = torch.randn(33, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
+    generator, can_reorder = torch.Generator().manual_seed(0), reorders(dtype)
+    x = torch.randn(33, 48, generator=generator).to(dtype)
     transposed = x.t().contiguous().t()
-    for copies in (False, True) if reorders(dtype) else (False,):
-        linear = fast_linear(outputs, bias, dtype, copies)
-        assert isinstance(linear, FastLinear) and (linear.reordered is not None) == copies
+    for error in None, AttributeError("missing"), RuntimeError("no kernel"):
+        linear = Linear(48, outputs, bias, dtype=dtype)
+        for parameter in linear.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        with monkeypatch.context() as patch:
+            if error:
+                patch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", Mock(side_effect=error), raising=False)
+            speed_up(linear, copies=True)
+        assert isinstance(linear, FastLinear) and (linear.reordered is not None) == (can_reorder and error is None)
         expected = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
         for rows in (0, 1, 2, 3, 4, 5, 33):
             for given in (x[:rows], transposed[:rows]):
                 out = linear(given)
                 assert out.is_contiguous()
                 torch.testing.assert_close(out.double(), expected[:rows], rtol=rtol, atol=atol)
-
-
-@torch.inference_mode()
-def test_a_missing_operator_leaves_the_weights_as_they_are(monkeypatch):
-    declines = Mock(side_effect=RuntimeError("no kernel"))
-    for broken in (SimpleNamespace(), SimpleNamespace(_reorder_linear_weight=declines)):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.ops, "mkldnn", broken)
-            linear = fast_linear(30, True, torch.float32, copies=True)
-            assert linear.reordered is None
-            assert torch.equal(linear(torch.ones(9, 48)), F.linear(torch.ones(9, 48), linear.weight, linear.bias))
 
 
 @pytest.mark.skipif(not reorders(torch.float32), reason="weights cannot be reordered here")

@@ -93,9 +93,8 @@ def test_the_engine_gets_the_fields_of_a_client(client, served):
     client.chat.completions.create(messages=HELLO, model="x", max_completion_tokens=3, seed=7, top_p=0.5, stop=["a"],
                                    extra_body=dict(cache_salt="Anna", top_k=2))
     request = served.engine.asked[-1]
-    assert (request.max_tokens, request.seed, request.top_p, request.top_k) == (3, 7, 0.5, 2)
-    assert request.temperature == 1.0 and request.options == dict(cache_salt="Anna")
-    assert request.writer.stop == ["a"]
+    assert (request.max_tokens, request.temperature, request.seed, request.top_p, request.top_k) == (3, 1.0, 7, 0.5, 2)
+    assert request.options == dict(cache_salt="Anna") and request.writer.stop == ["a"]
 
 
 def test_the_server_accepts_neutral_fields_and_labels(client, served):
