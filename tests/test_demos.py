@@ -1,6 +1,7 @@
 """The demos as a user runs them: tokens are verified before any time is printed, and the times show the mechanism."""
 
 import json
+import re
 import runpy
 import signal
 import sys
@@ -124,15 +125,11 @@ def run_until_compared(chapter: str, monkeypatch, *options):
 
 def test_a_wrong_count_in_a_lesson_is_noticed():
     """Other times are not differences."""
-    for chapter, (right, wrong) in {
-        "01_baseline": ("all 30 tokens", "all 31 tokens"), "03_cpu_offload": ("1296 of 1312", "1295 of 1312"),
-        "06_bidirectional": ("is tiger", "is lion"), "07_tiered_storage": ("1034 tokens", "1035 tokens"),
-        "08_hybrid_blocks": ("164 tokens", "165 tokens"), "09_tensor_parallel": ("512 tokens do", "513 do"),
-    }.items():  # fmt: skip
-        shown = check_docs.pasted()[chapter]
-        assert first_difference(shown, shown.replace(" ms", "5 ms")) is None and right in shown
-        assert first_difference(shown, shown.replace(right, wrong))
-        assert first_difference(shown.replace(right, wrong), shown)
+    for shown in check_docs.pasted().values():
+        shown = shown.replace("\n...\n", "\n")  # as printed
+        wrong = re.sub(r"all (\d+ tokens)|tiger", r"all 1\1", shown)
+        assert first_difference(shown, shown.replace(" ms", "5 ms")) is None
+        assert first_difference(shown, wrong) and first_difference(wrong, shown)
 
 
 def check_02(rows: list, report: dict) -> bool:
