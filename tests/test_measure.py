@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import measure, planned, tables
+from benchmarks import measure, tables
 from tests.conftest import ROOT
 from tools import report
 
@@ -51,16 +51,6 @@ def test_results_of_two_commits_are_not_of_one_run():
     file = report.read()["engine-cpu"]
     one, two = ({f"{name}-cpu": dict(file, commit=commit) for name, commit in zip("ab", commits)} for commits in ("11", "12"))
     assert "commit 2" in report.mixed(two) and not report.mixed(one) and report.conditions(one).count("Measured") == 1
-
-
-def test_gpu_results_carry_its_name_and_use_its_own_link(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    for device in "cuda", "cpu":
-        measure.write("some", device, tmp_path, [])
-    assert {path.name for path in tmp_path.iterdir()} == {"some-nvidia-h100-80gb-hbm3.json", "some-cpu.json"}
-    there = SimpleNamespace(device=torch.device("cuda"))
-    assert list(planned.links_of(there)) == [measure.AS_IT_IS] and measure.modelled(there, 1e9) is None
 
 
 def test_requirements_and_readme_name_the_same_oldest_pytorch():
