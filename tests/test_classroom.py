@@ -7,12 +7,10 @@ import pytest
 import torch
 from conftest import ROOT, load
 
-from common.llama import Llama
 from models.classroom import train
 from models.classroom.text import Conversation
 from models.classroom.train import HARD, Rows, evaluate, train_tokenizer
 from shell import checkpoint
-from shell.config import read_config
 from shell.texts import Level
 from tests.support.engines import baseline
 
@@ -61,18 +59,13 @@ def test_the_loss_counts_the_assistants_words_only(rows):
     assert answers and spoken.startswith("".join(answers))
 
 
-def untrained():
-    model = Llama(read_config(train.CONFIG))
-    train.initialize(model)
-    return model
-
-
 def test_training_twice_gives_the_same_model_and_lowers_the_loss(rows, small):
     first, second = (train.train(rows, "cpu") for _ in range(2))
     weights = [checkpoint.weights(model) for model in (first, second)]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
     batch = rows.batch("one batch", 4, 64, Level())
-    before, after = (train.update(model, train.optimizers_of(model), *batch, 0.0) for model in (untrained(), first))
+    train.initialize(second)
+    after, before = (train.update(model, train.optimizers_of(model), *batch, 0.0) for model in (first, second))
     assert after < before
 
 

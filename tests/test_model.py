@@ -337,7 +337,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("name, fields", REFUSED, ids=[f"{n} {name}" for n, (name, _) in enumerate(REFUSED)])
+@pytest.mark.parametrize("name, fields", REFUSED, ids=[f"{number} {row[0]}" for number, row in enumerate(REFUSED)])
 def test_an_unsupported_config_is_refused_by_name(name, fields):
     with pytest.raises(Exception, match=name):
         read_config(raw_config(num_key_value_heads=4) | fields)

@@ -210,28 +210,21 @@ def test_the_examples_get_right_answers_in_large_type_without_scrolling(browser)
 # 3. Small screens and accessibility -------------------------------------------------------------------------
 
 @pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=str)
-def test_the_page_and_8000_blocks_fit_the_width_of_the_window(browser, frontend, viewport):
-    with serving(frontend, Engine(blocks=8000)) as client:
-        with page_of(browser, client, viewport) as page:
-            say(page, "word" * 30)
-            playwright.expect(page.locator(".turn.assistant")).to_contain_text("TTFT")
-            assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"]
-            grid = page.locator(".pool canvas").first
-            width, height = grid.evaluate("one => [one.offsetWidth, one.offsetHeight]")
-            assert width <= viewport["width"] and height <= 300
-
-
-def test_the_keyboard_reaches_all_controls_and_each_has_a_name(browser, client):
-    client.ask("/generate", ASK)
-    with page_of(browser, client) as page:
+def test_the_page_fits_its_window_and_the_keyboard_reaches_all_controls(browser, frontend, viewport):
+    """The device has 8,000 blocks. Each control has a name."""
+    with serving(frontend, Engine(blocks=8000)) as client, page_of(browser, client, viewport) as page:
+        say(page, "word" * 30)
+        playwright.expect(page.locator(".turn.assistant")).to_contain_text("TTFT")
         playwright.expect(page.locator("#finished summary")).to_have_count(1)
+        assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"]
+        width, height = page.locator(".pool canvas").first.evaluate("one => [one.offsetWidth, one.offsetHeight]")
+        assert width <= viewport["width"] and height <= 300
         reached = set()
         for _ in range(25):
             page.keyboard.press("Tab")
             reached.add(page.evaluate("(document.activeElement.id || document.activeElement.tagName)"))
         assert {"prompt", "ask", "new", "max-tokens", "SUMMARY", "BUTTON", "conversation"} <= reached
-        controls = "button:visible, input, textarea, [role=region]:visible, [role=img]"
-        for control in page.locator(controls).all():
+        for control in page.locator("button:visible, input, textarea, [role=region]:visible, [role=img]").all():
             assert control.evaluate(
                 "one => one.ariaLabel || one.textContent.trim() || one.labels?.length || "
                 "document.getElementById(one.getAttribute('aria-labelledby'))?.textContent")
