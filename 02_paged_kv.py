@@ -619,12 +619,11 @@ def demo(model, frontend: Frontend, arguments):
     ways.update({f"{number} at once": functools.partial(rate, engine, number) for number in (1, 4, 16)})
     title = f"\nThroughput of 4 to {many} questions, {new} tokens per answer"
     rows += lesson.table(title, lesson.in_turn(ways), "tokens_per_second", "tokens/s")
-    print(
-        f"\nThe last of the {many} requests (p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n\n"
-        "One request at a time, blocks save memory but no time. And a prefix that the pool has evicted must\n"
-        "be computed again. Where else could it have been kept? See chapter 03."
-    )
-    return dict(link=None, verified=verified, rows=rows, counters=engine.counters()), [asked[-1].timeline]
+    print(f"\nThe last of the {many} requests (p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n\n"
+          "One request at a time, blocks save memory but no time. And a prefix that the pool has evicted must\n"
+          "be computed again. Where else could it have been kept? See chapter 03.")
+    report = dict(link=None, verified=verified, rows=rows, counters=charts.counters(engine))
+    return report, [asked[-1].timeline]
 
 
 # 7. Main ---------------------------------------------------------------------------------------

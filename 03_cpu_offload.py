@@ -226,7 +226,7 @@ def demo(model, frontend: Frontend, arguments):
     print(f"\n{moved / 1e6:.1f} MB came back from host memory: {words} than from the device.")
     if slow and last["slow link"].decisions:
         print(f"Over a link 100 times slower: {last['slow link'].decisions[-1].split(': ')[-1]}.")
-    return dict(report, rows=rows, counters=engine.counters()), [back.timeline]
+    return dict(report, rows=rows, counters=charts.counters(engine)), [back.timeline]
 
 
 def ask_each_tier(engine, slow, prompt: list[int]) -> dict[str, list[Request]]:

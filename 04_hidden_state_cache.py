@@ -581,7 +581,7 @@ def demo(model, frontend: Frontend, arguments):
     rows = [lesson.describe(f"turn {number}", request) for number, request in enumerate(asked, 1)]
     print(f"  {lesson.TURNS[-1]} - {asked[-1].text}\n\nThe last turn (load: layer numbers, copied;")
     print(f"compute: layer numbers, projected; p: prefill; d: decode)\n{charts.chart(asked[-1].timeline)}\n")
-    report["counters"] = engine.counters()
+    report["counters"] = charts.counters(engine)
     engine.close()
 
     # 3. Time: on a model whose question takes less time than its history

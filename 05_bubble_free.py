@@ -353,7 +353,8 @@ def demo(model, frontend: Frontend, arguments):
     length, turns = lesson.context(model, frontend) // 2, [lesson.SECRET, *lesson.TURNS[1:]]
     asked, cache = lesson.converse(engine, frontend, length, turns, new), engine.lower_tier.cache
     verified = lesson.verify(paged.baseline.Engine(model), asked)
-    report = dict(link=lesson.describe_link(cache.load_link), verified=verified, counters=engine.counters())
+    link, counters = lesson.describe_link(cache.load_link), charts.counters(engine)
+    report = dict(link=link, verified=verified, counters=counters)
     rows = [lesson.describe(letters, request) for request in asked]
     print(f"\nThe last turn (digits: layers, r: recompute, p: prefill)\n{charts.chart(asked[-1].timeline)}\n")
     if hidden_states.bytes_per_token(model) >= model.config.kv_numbers_per_token * model.dtype.itemsize:

@@ -435,7 +435,8 @@ def demo(model, frontend: Frontend, arguments):
     rows = show(taken)
     engine.close()
     link = dict(modelled=bool(storage.bandwidth), gbps=cache.storage.speed() / 1e9)
-    return dict(link=link, verified=verified, rows=rows, counters=engine.counters()), [last["both"].timeline]
+    report = dict(link=link, verified=verified, rows=rows, counters=charts.counters(engine))
+    return report, [last["both"].timeline]
 
 
 def ask_again(engine, prompt: list[int], way: str, last: dict) -> float:

@@ -777,8 +777,9 @@ def demo(model, frontend: Frontend, arguments):
     verified = lesson.verify(paged.baseline.Engine(model), answers)
 
     print(f"{TALKS} conversations of up to {pages} pages, asked twice; L1 has {device} pages, L2 {host}")
-    report = dict(link=lesson.describe_link(engine.lower_tier.cache.load_link), rows=show(taken, asked))
-    return dict(report, verified=verified, counters=engine.counters()), [asked["wait_complete"][-1].timeline]
+    link, rows = lesson.describe_link(engine.lower_tier.cache.load_link), show(taken, asked)
+    report = dict(link=link, rows=rows, verified=verified, counters=charts.counters(engine))
+    return report, [asked["wait_complete"][-1].timeline]
 
 
 def converse(engine, frontend: Frontend, talks: list, new: int) -> list[Request]:

@@ -26,7 +26,7 @@ from common.estimates import Estimates
 from common.requests import Request
 from common.restoring import Restorer
 from common.store import StoredChunks
-from shell import lesson, modelled_link
+from shell import charts, lesson, modelled_link
 from shell.machine import machine_of
 
 CHAPTERS = "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free", "06_bidirectional"
@@ -74,7 +74,7 @@ def once(engine, prompt: list[int]) -> dict:
     time.sleep(0.02)  # as if the request came after a pause
     before = engine.counts["bytes_in"]
     request = lesson.ask(engine, prompt)
-    return dict(ttft_ms=request.ttft_ms, new=request.new, spans=request.timeline.as_json(),
+    return dict(ttft_ms=request.ttft_ms, new=request.new, spans=charts.spans(request.timeline),
                 tokens=request.cached_tokens - request.found.get("gpu", 0),
                 bytes=engine.counts["bytes_in"] - before)
 
@@ -230,7 +230,7 @@ def saving(model, arguments, at_once: int = 16, tokens: int = 64):
         lesson.wait_until_idle(engine)
     for began, ended in engine.sorted:
         one.timeline.add("sort", "rows", began, ended)
-    yield dict(at_once=at_once, tbt_ms=one.tbt_ms, spans=one.timeline.as_json())
+    yield dict(at_once=at_once, tbt_ms=one.tbt_ms, spans=charts.spans(one.timeline))
 
 
 PARTS = {"ttft": (behind_histories, ["classroom", "random:long", measure.TRAINED]),

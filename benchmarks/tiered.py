@@ -209,7 +209,7 @@ def policy_cell(bench: Bench, once, rounds: int) -> dict:
     times = {way: ttft(requests) for way, requests in taken.items()}
     best = min(ways[1:4], key=lambda way: statistics.median(times[way]))
     found = {way: tiers.shares(requests)["storage"] for way, requests in taken.items()}
-    lanes = {way: dict(ttft_ms=times[way][-1], spans=taken[way][-1].timeline.as_json()) for way in ("wait_complete", "both_ends")}
+    lanes = {way: dict(ttft_ms=times[way][-1], spans=charts.spans(taken[way][-1].timeline)) for way in ("wait_complete", "both_ends")}
     return dict(rounds=rounds, ttft_ms={way: spread(samples) for way, samples in times.items()}, from_storage=found, lanes=lanes,
                 best=best, over_both_ends={way: ratio(times[way], times["both_ends"]) for way in ways},
                 both_ends_over={way: ratio(times["both_ends"], times[way]) for way in ways})  # fmt: skip

@@ -340,12 +340,3 @@ class RequestQueue:
         cached = list(self.pools[name].cached)
         self.pools[name].evict(cached)
         return len(cached)
-
-    def counters(self) -> dict:
-        """-> the numbers that /health and the page show."""
-        counts = dict(self.counts, waiting=len(self.waiting), running=len(self.running))
-        for name, pool in self.pools.items():
-            free = pool.free.count(1)
-            counts |= {f"{name}_blocks": pool.size, f"{name}_free": free,
-                       f"{name}_cached": pool.available - free, f"{name}_evictions": pool.evictions}
-        return counts

@@ -73,8 +73,3 @@ class Timeline:
             if stop >= self.began:
                 self.spans.append(Span(lane, label, max(0.0, start - self.began), stop - self.began))
             start = resume
-
-    def as_json(self) -> list[dict]:
-        """-> one dict per span, with times in milliseconds."""
-        return [dict(lane=span.lane, label=span.label, start_ms=round(span.start * 1e3, 3),
-                     end_ms=round(span.end * 1e3, 3)) for span in list(self.spans)]

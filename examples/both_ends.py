@@ -153,7 +153,7 @@ def demo(model, frontend, arguments):
         "Timeline of both_ends (p: prefill, or pages read; digits: layers loaded; s: pages saved)\n"
         f"{charts.chart(answers[-1].timeline)}"
     )
-    return dict(report, rows=rows, counters=both.counters()), [one.timeline for one in answers[:0:-1]]
+    return dict(report, rows=rows, counters=charts.counters(both)), [one.timeline for one in answers[:0:-1]]
 
 
 def make_engine(model, arguments):

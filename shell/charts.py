@@ -64,3 +64,19 @@ def write_trace(timelines: list[Timeline], path: Path):
                     ts=(timeline.began + span.start) * 1e6, dur=(span.end - span.start) * 1e6)
                for timeline in timelines for span in timeline.spans]
     path.write_text(to_json(dict(traceEvents=events)))
+
+
+def counters(engine) -> dict:
+    """-> the numbers of an engine that /health, the page and the demos show."""
+    counts = dict(engine.counts, waiting=len(engine.waiting), running=len(engine.running))
+    for name, pool in engine.pools.items():
+        free = pool.free.count(1)
+        counts |= {f"{name}_blocks": pool.size, f"{name}_free": free,
+                   f"{name}_cached": pool.available - free, f"{name}_evictions": pool.evictions}
+    return counts
+
+
+def spans(timeline) -> list[dict]:
+    """-> one dict per span of a timeline, with times in milliseconds."""
+    return [dict(lane=span.lane, label=span.label, start_ms=round(span.start * 1e3, 3),
+                 end_ms=round(span.end * 1e3, 3)) for span in list(timeline.spans)]

@@ -11,6 +11,7 @@ from itertools import compress
 from tokenizers import Tokenizer, normalizers
 
 from common.requests import BadRequest, Request, TooLong
+from shell import charts
 
 # 1. Fields --------------------------------------------------------------------------------------------------
 
@@ -317,4 +318,4 @@ def result_json(request) -> dict:
     """-> a finished request as the server's JSON. Times are in milliseconds."""
     names = "id", "text", "finish_reason", "usage", "source", "found", "decisions", "ttft_ms", "tbt_ms"
     result = {name: getattr(request, name) for name in names}
-    return result | dict(tokens=request.new, timeline=request.timeline.as_json())
+    return result | dict(tokens=request.new, timeline=charts.spans(request.timeline))

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from flask import Flask, abort, request, send_from_directory
 
 from common.requests import Request
-from shell import lesson, openai
+from shell import charts, lesson, openai
 from shell.frontend import check_fields
 from shell.guards import read_body
 
@@ -52,7 +52,7 @@ def look(server, numbers: WeakKeyDictionary, last: dict) -> dict:
                        tree=list(islice(tree_rows(cache.tree.root, owner), TREE_ROWS)),
                        owners={at: owner[key] for at, key in enumerate(pages) if key in owner},
                        reading=len(cache.reading), writing=len(cache.writing))
-    return dict(info=info, requests=requests, pools=pools, storage=storage, counters=engine.counters(),
+    return dict(info=info, requests=requests, pools=pools, storage=storage, counters=charts.counters(engine),
                 finished=finished)
 
 
@@ -133,7 +133,7 @@ def add_routes(app: Flask, server):
     def timeline(number: int):
         for asked in list(engine.completed):
             if asked.id == number:
-                return dict(spans=asked.timeline.as_json(), plan=asked.timeline.plan)
+                return dict(spans=charts.spans(asked.timeline), plan=asked.timeline.plan)
         abort(404, f"The timeline of request {number} is not kept; GET /state lists those kept.")
 
     @app.post("/evict")

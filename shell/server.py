@@ -20,7 +20,7 @@ from flask import Flask, Response, abort, request
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
 from common.requests import END, ClientDisconnected, Request, RequestError, Unavailable
-from shell import exit_process, guards, handle_signals, openai, page, to_json
+from shell import charts, exit_process, guards, handle_signals, openai, page, to_json
 from shell.frontend import PROMPT, SAMPLING, check_fields, result_json
 
 # Requests at a time. The process needs file descriptors for other files, too.
@@ -130,7 +130,7 @@ class Server:
                 self.engine.cancel(asked, ClientDisconnected("The client hung up."))
 
     def counters(self) -> dict:
-        return ZERO_COUNTS | self.engine.counters()
+        return ZERO_COUNTS | charts.counters(self.engine)
 
     def close(self):
         """Accept no more requests, and cancel open ones."""

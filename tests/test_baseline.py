@@ -8,7 +8,7 @@ import torch
 from conftest import TINY, load, write_model
 
 from common.requests import ClientDisconnected, Request
-from shell import limits
+from shell import charts, limits
 from tests.support.engines import answer, baseline, submit, until_over
 
 PROMPT = torch.randint(5, TINY["vocab_size"], (150,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -34,7 +34,7 @@ def test_chunks_of_any_size_give_the_same_tokens(model, chunk):
 
 
 @pytest.mark.parametrize("chunk", [40, 512])
-def test_life_without_a_cache_gives_the_same_tokens_and_computes_everything_for_each(model, chunk):
+def test_without_a_cache_each_token_costs_the_whole_prefill(model, chunk):
     (request,) = baseline.Engine(model, chunk=chunk, kv_cache=False).generate([Request(PROMPT[:60], 5)])
     assert request.new == answer(model, PROMPT[:60], 5).new
     sizes = [[min(chunk, length - start) for start in range(0, length, chunk)] for length in range(60, 65)]
@@ -49,7 +49,7 @@ def test_what_was_in_memory_before_is_never_read(model, monkeypatch):
     assert answer(model, PROMPT, 12, chunk=37).new == right
 
 
-def test_the_comparison_decodes_greedily_whatever_generation_config_says(tmp_path):
+def test_the_comparison_ignores_generation_config(tmp_path):
     frontend = load(folder := write_model(tmp_path))
     request = answer(frontend.model, PROMPT[:20], 12, end_tokens=frontend.end_tokens)
     odd = dict(repetition_penalty=1.5, no_repeat_ngram_size=1, suppress_tokens=request.new[:1], do_sample=True, top_k=5,
@@ -58,7 +58,7 @@ def test_the_comparison_decodes_greedily_whatever_generation_config_says(tmp_pat
     assert baseline.equal_to_transformers(frontend.model, str(folder), [request])
 
 
-def test_an_answer_takes_a_quarter_of_free_memory_at_most(model, monkeypatch):
+def test_an_answer_takes_at_most_a_quarter_of_free_memory(model, monkeypatch):
     monkeypatch.setattr(limits, "free_host_memory", lambda: 4 * 2 * 40 * baseline.KVCache(model, 1).k.nbytes)
     (request,) = baseline.make_engine(model, Namespace(explain=False)).generate([Request(PROMPT[:30], 200)])
     assert len(request.tokens) == 41 and request.finish_reason == "length"  # the last token needs no slot
@@ -66,7 +66,7 @@ def test_an_answer_takes_a_quarter_of_free_memory_at_most(model, monkeypatch):
 
 # 2. One request after another ------------------------------------------------------------------
 
-def test_requests_are_answered_in_their_order_and_one_at_a_time(model):
+def test_requests_are_answered_in_their_order(model):
     engine, prompts = baseline.Engine(model), [PROMPT[:length] for length in (50, 3, 20)]
     asked = engine.generate([Request(prompt, 6) for prompt in prompts])
     times = [time for request in asked for time in request.times]
@@ -75,26 +75,19 @@ def test_requests_are_answered_in_their_order_and_one_at_a_time(model):
     assert not engine.busy and not any(request.found for request in asked)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_who_hangs_up_in_line_or_under_way_frees_the_line(model, steps):
-    engine = baseline.Engine(model)
-    under_way, in_line, last = (Request(PROMPT[:30], 8) for _ in range(3))
+@pytest.mark.parametrize("steps", [0, 2, 5])
+def test_a_hang_up_frees_the_queue_after_at_most_one_more_chunk(model, steps):
+    """The prompt has four chunks: the client leaves in the queue, in the prefill, or in the answer."""
+    engine = baseline.Engine(model, chunk=40)
+    under_way, in_line, last = (Request(prompt, 8) for prompt in (PROMPT, PROMPT, PROMPT[:30]))
     submit(engine, under_way, in_line, last, steps=steps)
     for request in (under_way, in_line):
         engine.cancel(request, ClientDisconnected("gone"))
         engine.cancel(request, ClientDisconnected("gone twice"))
     until_over(engine, last)
     assert str(under_way.outcome) == str(in_line.outcome) == "gone"
-    assert (len(under_way.new), len(in_line.new)) == (steps, 0)
+    assert len(under_way.timeline.spans) == steps and not in_line.timeline.spans
     assert last.new == answer(model, PROMPT[:30], 8).new and not engine.busy
-    counts = engine.counters()
+    counts = charts.counters(engine)
     assert (counts["requests"], counts["finished"], counts["cancelled"], counts["failed"]) == (3, 1, 2, 0)
-    assert (counts["prompt_tokens"], counts["completion_tokens"], counts["running"]) == (30, 8, 0)
-
-
-def test_a_client_that_leaves_costs_one_more_chunk_of_its_prompt(model):
-    engine, left, last = baseline.Engine(model, chunk=40), Request(PROMPT, 8), Request(PROMPT[:30], 8)
-    submit(engine, left, last, steps=2)
-    engine.cancel(left, ClientDisconnected("gone"))
-    until_over(engine, last)
-    assert labels(left) == ["prefill 40"] * 2 and last.new == answer(model, PROMPT[:30], 8).new
+    assert (counts["completion_tokens"], counts["running"]) == (8, 0)

@@ -98,7 +98,8 @@ BROKEN = {
         ["incomplete"]),
     "an index that names a tensor of no part": (lambda f: (changed(lambda t: t.pop(Q0))(f), index(f, Q0)), [Q0, "lacks"]),
     **{f"a Git LFS pointer as {name}": (partial(point, name=name), [name, "git lfs pull"]) for name in ("model.safetensors", "tokenizer.json")},
-    "a file": (ROOT / "README.md", ["README.md is a file", "GGUF"]), "a hub's name, or a folder not made yet": ("models/nothing", ["no such folder, and the hub was not reached"]),
+    "a file": (ROOT / "README.md", ["README.md is a file", "GGUF"]),
+    "a hub's name": ("models/nothing", ["'models/nothing'", "no such folder, and the hub was not reached", "random:tinyllama"]),
     "no such name": ("nosuchmodel", ["nosuchmodel", "OWNER/NAME", "random:tinyllama"]),
     "no such folder": ("./no/such/folder", ["no such folder"]), "a long name": ("a" * 300, ["no such folder"]),
     "no such size": ("random:nosuch", ["random:nosuch", "random:tinyllama"]), "no size": ("random:", ["random:tinyllama"]),
@@ -107,7 +108,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken, words", BROKEN.values(), ids=BROKEN)
-def test_what_cannot_be_had_is_refused_in_one_sentence(folder, broken, words, monkeypatch):
+def test_a_broken_or_missing_model_is_refused_in_one_sentence(folder, broken, words, monkeypatch):
     """`broken`: the name of a model, or a function that damages a folder."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     if callable(broken):
@@ -116,7 +117,7 @@ def test_what_cannot_be_had_is_refused_in_one_sentence(folder, broken, words, mo
     assert [word for word in words if word not in message] == []
 
 
-def test_the_tokenizer_is_its_files_whatever_class_is_named_and_code_beside_it_never_runs(folder, monkeypatch):
+def test_tokenizer_json_alone_makes_the_tokenizer_and_no_code_runs(folder, monkeypatch):
     from transformers import AutoTokenizer
 
     text, auto, marker = "Grüße, what is a KV cache?", AutoTokenizer.from_pretrained(folder), folder / "marker"
@@ -134,7 +135,7 @@ def test_the_tokenizer_is_its_files_whatever_class_is_named_and_code_beside_it_n
     assert checkpoint.load(str(folder), device="cpu")[0].digest and not marker.exists()
 
 
-def test_an_unknown_dtype_or_device_and_cuda_where_there_is_none_are_refused(tiny_folder, monkeypatch):
+def test_an_unknown_dtype_and_a_missing_device_are_refused(tiny_folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for options, words in (dict(dtype="float64"), "float64"), (dict(device="tpu"), "tpu"), (dict(device="cuda"), "--device cpu"):
         assert words in refusal(tiny_folder, **options)
@@ -143,15 +144,11 @@ def test_an_unknown_dtype_or_device_and_cuda_where_there_is_none_are_refused(tin
 
 # The hub ---------------------------------------------------------------------------------------
 
-def test_without_network_a_hub_model_is_taken_from_the_cache_or_refused_in_one_sentence(tiny_folder, tmp_path, monkeypatch):
+def test_without_network_a_hub_model_comes_from_the_cache(tiny_folder, tmp_path, monkeypatch):
     import huggingface_hub.constants
 
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    message = refusal("nobody/nothing")
-    assert "nobody/nothing" in message and "classroom" in message and "random:tinyllama" in message
-    assert "the hub was not reached" in message and "whole" not in message
     commit, cached = "0123456789abcdef0123456789abcdef01234567", tmp_path / "models--owner--name"
     shutil.copytree(tiny_folder, cached / "snapshots" / commit)
     (cached / "refs").mkdir()
@@ -184,17 +181,17 @@ def hub(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_of_a_hub_model_only_the_weights_that_are_read_are_downloaded(hub, folder, tmp_path, sharded):
+def test_a_hub_model_downloads_only_its_own_weights(hub, folder, tmp_path, sharded):
     """No fp16 variants, pickles, GGUF files, files of other programs, or parts of an older version are downloaded."""
-    parts = write_model(tmp_path / "parts", max_shard_size="60KB")
-    own = list(parts.glob("model*"))
+    own = [*write_model(tmp_path / "parts", max_shard_size="60KB").glob("model*")]
     for path in own:
         shutil.copy(path, folder)
-    for name in ("model.fp16.safetensors", "model-00001-of-00002.fp16.safetensors", "consolidated.safetensors",
-                 "adapter_model.safetensors", "pytorch_model.bin", "model.gguf", "model-00001-of-00009.safetensors"):  # fmt: skip
+    for name in ("model.fp16.safetensors", "consolidated.safetensors", "adapter_model.safetensors", "pytorch_model.bin",
+                 "model.gguf", "model-00001-of-00009.safetensors"):  # fmt: skip
         (folder / name).write_bytes(b"of others")
-    (folder / "model.safetensors").rename(folder / ("before.safetensors" if sharded else "model.safetensors"))
-    if not sharded:  # an index of other files, too: model.safetensors takes precedence
+    if sharded:
+        (folder / "model.safetensors").unlink()
+    else:  # an index of other files, too: model.safetensors takes precedence
         (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00009.safetensors"}}')
     for name in "tinyllama", str(folder):
         assert checkpoint.load(name, device="cpu")[0].digest
@@ -205,12 +202,10 @@ def test_of_a_hub_model_only_the_weights_that_are_read_are_downloaded(hub, folde
 
 @pytest.mark.parametrize("break_it, words", [
     (lambda f: change_json(f / "config.json", hidden_act="gelu"), ["config.json", "hidden_act"]),
-    (lambda f: change_json(f / "config.json", architectures=["LlamaModel"]), ["LlamaModel"]),
-    (lambda f: (f / "tokenizer.json").unlink(), ["no tokenizer.json", "save_pretrained", "tokenizer.model"]),
+    (lambda f: (f / "tokenizer.json").unlink(), ["no tokenizer.json", "tokenizer.model"]),
     (lambda f: change_json(f / "config.json", vocab_size=10**12), ["GB", "free"]),
     (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), ["owner/name has no model.safetensors", "pickles are not read"]),
     (lambda f: (f / "gated").touch(), ["owner/name", "Access is restricted"]),
-    (partial(index, more=Q0.replace("proj", "norm")), ["q_norm", "does not have"]),
     (partial(index, more="vision_tower.patch.weight"), ["vision_tower", "does not have"]),
 ])  # fmt: skip
 def test_a_hub_model_is_refused_before_its_weights_are_downloaded(hub, folder, break_it, words):
@@ -241,7 +236,7 @@ def test_one_of_two_tied_tensors_is_enough(folder, kept, named):
     ("float32", {}), ("bfloat16", dict(max_shard_size="60KB")), ("float16", dict(tie_word_embeddings=True)),
     ("float32", dict(attention_bias=True, mlp_bias=True)), ("bfloat16", dict(dtype="float64")), ("float32", dict(dtype="float16")),
 ], ids=["plain", "sharded", "tied", "biased", "from float64", "from float16"])  # fmt: skip
-def test_every_weight_is_that_of_the_file(dtype, options, tmp_path):
+def test_each_weight_equals_its_file(dtype, options, tmp_path):
     folder = write_model(tmp_path / "model", **options)
     saved = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
     model, tokenizer, end_tokens = checkpoint.load(str(folder), dtype, "cpu")
@@ -256,17 +251,15 @@ def test_every_weight_is_that_of_the_file(dtype, options, tmp_path):
 
 
 @pytest.mark.parametrize("kept", ["model-00009-of-00009.safetensors", "model.safetensors"])
-def test_a_tensor_is_taken_from_the_file_that_the_index_names(kept, tmp_path):
-    """A file with another tensor of the same name is ignored.
-
-    That file may be the first part, the last one, or model.safetensors."""
+def test_the_index_names_the_file_of_a_tensor(kept, tmp_path):
+    """A stale tensor of the same name, in the first part, the last one, or model.safetensors, is ignored."""
     folder = write_model(tmp_path / "model", max_shard_size="60KB")
-    index = folder / "model.safetensors.index.json"
-    places = json.loads(index.read_text())["weight_map"]
+    places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     saved = {name: load_file(folder / part)[name] for name, part in places.items()}
-    (folder / places["lm_head.weight"]).rename(folder / kept)
-    places = {name: kept if part == places["lm_head.weight"] else part for name, part in places.items()}
-    change_json(index, weight_map=places)
+    moved = places["lm_head.weight"]
+    (folder / moved).rename(folder / kept)
+    places = {name: kept if part == moved else part for name, part in places.items()}
+    change_json(folder / "model.safetensors.index.json", weight_map=places)
     for part in set(places.values()):
         stale = {name: torch.full_like(tensor, 9.0) for name, tensor in saved.items() if places[name] != part}
         change_weights(folder / part, lambda tensors, stale=stale: tensors.update(stale, elsewhere=torch.ones(1)))
@@ -274,7 +267,7 @@ def test_a_tensor_is_taken_from_the_file_that_the_index_names(kept, tmp_path):
     assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.items())
 
 
-def test_end_tokens_come_from_all_who_name_them_and_dtype_auto_is_float32_on_a_cpu(folder):
+def test_end_tokens_come_from_tokenizer_and_configs(folder):
     change_json(folder / "config.json", eos_token_id=7, dtype="bfloat16")
     change_json(folder / "generation_config.json", eos_token_id=[5, 6])
     model, _, end_tokens = checkpoint.load(str(folder), device="cpu")
@@ -283,7 +276,7 @@ def test_end_tokens_come_from_all_who_name_them_and_dtype_auto_is_float32_on_a_c
 
 # Random models ---------------------------------------------------------------------------------
 
-def test_a_random_model_is_the_same_each_time_in_bfloat16_the_rounded_one_and_has_a_tokenizer():
+def test_a_random_model_has_the_same_weights_each_time():
     loaded = [checkpoint.load("random:tiny", dtype, "cpu") for dtype in ("float32", "float32", "bfloat16")]
     (model, tokenizer, end_tokens), again, rounded = loaded
     for name, tensor in checkpoint.weights(model).items():
@@ -297,7 +290,7 @@ def test_a_random_model_is_the_same_each_time_in_bfloat16_the_rounded_one_and_ha
 # A process of its own --------------------------------------------------------------------------
 
 @pytest.mark.parametrize("error", [AttributeError, OSError, TypeError])
-def test_where_there_is_no_glibc_memory_is_left_alone(monkeypatch, error):
+def test_a_missing_glibc_is_no_error(monkeypatch, error):
     monkeypatch.setattr(checkpoint.ctypes, "CDLL", Mock(side_effect=error))
     checkpoint.keep_freed_memory()
 
@@ -330,7 +323,7 @@ print(json.dumps([taken, imported, 1024 * given_back, 1024 * (kilobytes("VmRSS")
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="reads /proc/self/status; only glibc keeps what is freed")
-def test_a_process_imports_little_takes_the_model_and_a_tensor_more_and_keeps_what_a_step_frees_and_few_kernels(tiny_folder, tmp_path):
+def test_loading_needs_little_memory_and_a_process_keeps_freed_memory(tiny_folder, tmp_path):
     """The model takes 100 MB in bfloat16, and its file twice that.
 
     Model classes must not be imported, which would take longer than the rest of the start. Freed memory must stay in

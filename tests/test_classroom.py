@@ -7,13 +7,11 @@ import pytest
 import torch
 from conftest import ROOT, load
 
-from common.llama import Llama
 from models.classroom import train
 from models.classroom.facts import Level
 from models.classroom.text import Conversation
 from models.classroom.train import HARD, Rows, evaluate, train_tokenizer
 from shell import checkpoint
-from shell.config import read_config
 from tests.support.engines import baseline
 
 FOLDER = ROOT / "models" / "classroom"
@@ -32,7 +30,7 @@ def small(monkeypatch):
     monkeypatch.setattr(train, "STAGES", [(0.0005, 64, 2, 0.5, Level()), (0.001, 128, 2, 0.5, HARD)])
 
 
-def test_every_asked_fact_was_told_before_and_has_one_answer_unless_it_was_corrected():
+def test_a_question_asks_for_a_fact_with_one_answer():
     for seed in range(20):
         conversation, said, told = Conversation(random.Random(seed), HARD), {}, ""
         for _ in range(60):
@@ -44,18 +42,16 @@ def test_every_asked_fact_was_told_before_and_has_one_answer_unless_it_was_corre
             told += turn.user + "\n"
 
 
-def test_the_tokenizer_is_the_shipped_one_splits_digits_and_rows_are_what_its_chat_template_writes(rows):
-    shipped = checkpoint.read_tokenizer(FOLDER)
-    text = "The code of the gate is 4821. Zoë, 😀!"
-    assert shipped.encode(text) == rows.tokenizer.encode(text).ids
+def test_training_uses_the_shipped_tokenizer_and_chat_template(rows):
+    shipped, text = checkpoint.read_tokenizer(FOLDER), "The code of the gate is 4821. Zoë, 😀!"
+    assert shipped.encode(text) == rows.tokenizer.encode(text).ids and len(shipped.encode("4821")) == 4
     assert len(shipped) == 1024 and shipped.decode(shipped.encode(text)) == text
-    assert len(shipped.encode("4821")) == 4
     for role in ("system", "user", "assistant"):
         written = shipped.apply_chat_template([dict(role=role, content="Hello!")], return_dict=False)
         assert written == rows.message(role, "Hello!")
 
 
-def test_the_loss_counts_the_words_of_the_assistant_and_the_end_of_its_answer(rows):
+def test_the_loss_counts_the_assistants_words_only(rows):
     ids, weights = rows.row(random.Random(0), 300, Level())
     counted = [token for token, weight in zip(ids, weights) if weight == 1.0]
     spoken, whole = (rows.tokenizer.decode(tokens, skip_special_tokens=False) for tokens in (counted, ids))
@@ -63,38 +59,23 @@ def test_the_loss_counts_the_words_of_the_assistant_and_the_end_of_its_answer(ro
     assert answers and spoken.startswith("".join(answers))
 
 
-def untrained():
-    model = Llama(read_config(train.CONFIG))
-    train.initialize(model)
-    return model
-
-
-def test_training_twice_gives_the_same_model_and_another_than_at_first(rows, small):
-    first, second = (checkpoint.weights(train.train(rows, "cpu")) for _ in range(2))
-    begin = checkpoint.weights(untrained())
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not any(torch.equal(first[name], begin[name]) for name in first)
-
-
-def test_training_lowers_the_loss(rows, small):
-    model = untrained()
-    optimizers, batch = train.optimizers_of(model), rows.batch("one batch", 4, 64, Level())
-    losses = [train.update(model, optimizers, *batch, 1.0) for _ in range(15)]
-    assert losses[-1] < losses[0] / 2
-
-
-def test_an_untrained_model_scores_nothing_and_every_question_counts_once(rows, small):
-    scores = evaluate(untrained(), rows, history=64, conversations=3, questions=2)
-    assert scores.pop("all") == [0, 6]
-    assert [sum(column) for column in zip(*scores.values())] == [0, 6]
+def test_training_twice_gives_the_same_model_and_lowers_the_loss(rows, small):
+    first, second = (train.train(rows, "cpu") for _ in range(2))
+    weights = [checkpoint.weights(model) for model in (first, second)]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    batch = rows.batch("one batch", 4, 64, Level())
+    train.initialize(second)
+    after, before = (train.update(model, train.optimizers_of(model), *batch, 0.0) for model in (first, second))
+    assert after < before
 
 
 def test_the_shipped_model_is_small_and_answers_from_its_context(rows):
+    """Each question counts once."""
     assert (FOLDER / "model.safetensors").stat().st_size <= 16e6
     model, _, _ = checkpoint.load("classroom", device="cpu")
     scores = evaluate(model, rows, history=256, conversations=12)
-    right, asked = scores["all"]
-    assert right / asked >= 0.9
+    right, asked = scores.pop("all")
+    assert right / asked >= 0.9 and [sum(column) for column in zip(*scores.values())] == [right, asked]
 
 
 def test_the_model_answers_as_its_readme_says():

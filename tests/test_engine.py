@@ -87,7 +87,7 @@ def test_a_match_may_end_and_begin_inside_a_block():
 # 1. Waiting for the Cache ----------------------------------------------------------------------
 
 @pytest.mark.parametrize("times, patience", [(5, 1e6), (1 << 60, -1e6)])
-def test_who_waits_for_its_cache_is_asked_again_while_it_is_patient_and_lets_others_pass(times, patience):
+def test_a_request_that_waits_for_its_cache_lets_others_pass(times, patience):
     engine = make(cache := RowCache())
     ask_and_evict(engine, PROMPT)
     cache.later = times
@@ -101,7 +101,7 @@ def test_who_waits_for_its_cache_is_asked_again_while_it_is_patient_and_lets_oth
 
 # 2. A limit that moves -------------------------------------------------------------------------
 
-def test_a_request_that_may_not_compute_below_its_limit_waits_until_the_deadline_only():
+def test_a_restoration_waits_for_a_copy_until_its_deadline():
     restorer, request = make(RowCache()).lower_tier, Request([5, 6, 7], 1, portion=1)
     restoration = engines.both_ends.TwoPointers(request, Match(2, 0.0, [], {}), 0, 2, 0.0, awaited=Transfer("load", "a copy"))
     assert not restorer.arrived(restoration, wait=False), "the request computes, so no step waits for the copy"
@@ -115,7 +115,7 @@ def test_a_request_that_may_not_compute_below_its_limit_waits_until_the_deadline
 
 # 3. Rows of a step -----------------------------------------------------------------------------
 
-def test_rows_of_compute_are_bounded_by_the_budget_of_a_step():
+def test_a_restoration_computes_at_most_the_budget_of_a_step():
     engine, layers = make(RowCache(computes=True), token_budget=64), []
     ask_and_evict(engine, PROMPT)
     submit(engine, Request([9, 8, 7], 12), steps=1)
@@ -133,12 +133,12 @@ def test_rows_of_compute_are_bounded_by_the_budget_of_a_step():
 @pytest.mark.parametrize("options, words", [
     (dict(broken=lambda: None), "ended early: computed"), (dict(broken=lambda: 1 / 0), "by zero: computed"),
     (dict(deliver=lambda transfer: None), "layer 0 is late: computed")])  # fmt: skip
-def test_a_generator_that_ends_too_early_and_a_copy_that_never_comes_cost_time_only(options, words):
+def test_a_failed_restoration_is_recomputed(options, words):
     request = again(make(RowCache(**options), always_restore=False), PROMPT)
     assert not request.found and request.decisions[-1].endswith(words)
 
 
-def test_what_fails_between_two_steps_is_computed_without_a_pause():
+def test_a_copy_that_fails_between_two_steps_causes_no_pause():
     engine, woken = make(RowCache(deliver=lambda transfer: transfer.finish(0.0, 0.0, RuntimeError("no")))), []
     ask_and_evict(engine, PROMPT)
     engine.submit(request := Request(PROMPT + [5, 6, 7], 4))
@@ -148,22 +148,19 @@ def test_what_fails_between_two_steps_is_computed_without_a_pause():
     assert "failed (no): computed" in request.decisions[-1] and woken and all(woken)
 
 
-def test_a_step_that_fails_ends_its_requests_with_503_and_the_next_step_is_right():
-    engine, failures = make("host"), []
+def test_a_failed_step_ends_its_requests_with_503():
+    engine = make("host")
 
-    def fail_late(*step):  # fails after all layers are computed
-        done = engines.paged.Runner.forward(engine.runner, *step)
-        if failures:
-            raise failures.pop()
-        return done
+    def fail_late(*step):  # after all layers are computed
+        engines.paged.Runner.forward(engine.runner, *step)
+        del engine.runner.forward
+        raise RuntimeError("out of luck")
 
-    engine.runner.forward = fail_late
     asked = [Request(PROMPT[::-1], 4), Request([3, 4, 5], 4)]
     submit(engine, *asked)
-    failures.append(RuntimeError("out of luck"))
+    engine.runner.forward = fail_late
     engines.until_over(engine, *asked)
-    assert all(isinstance(request.outcome, Unavailable) for request in asked)
-    assert all("out of luck" in str(request.outcome) for request in asked)
+    assert all(isinstance(request.outcome, Unavailable) and "out of luck" in str(request.outcome) for request in asked)
     assert Unavailable.status == 503
     assert ORACLE.judge(ask(engine, PROMPT)) == "equal"
     check_pools(engine)
@@ -194,7 +191,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(chapter, monk
 
 
 @pytest.mark.parametrize("broken", ["submitted", "match", "draw", "push", "finished", "save"])
-def test_what_fails_in_work_for_one_request_ends_that_one_at_most(broken):
+def test_an_error_in_work_for_one_request_ends_that_one_at_most(broken):
     engine, request, other = make(cache := RowCache()), Request(PROMPT, 6), Request(PROMPT[::-1], 6)
     if broken == "push":
         request.writer = SimpleNamespace(push=lambda *_: 1 / 0)
@@ -213,7 +210,7 @@ def test_what_fails_in_work_for_one_request_ends_that_one_at_most(broken):
 
 # 5. Load or compute ----------------------------------------------------------------------------
 
-def test_what_would_arrive_later_than_computed_is_computed_and_the_result_says_so():
+def test_a_load_slower_than_computing_is_declined_with_a_reason():
     engine = make(RowCache(seconds=1e3), always_restore=False)
     request = again(engine, PROMPT)
     (words,) = request.decisions
@@ -227,43 +224,41 @@ def test_what_would_arrive_later_than_computed_is_computed_and_the_result_says_s
 
 # 6. Sleeping -----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("made", [make, lambda: engines.baseline.Engine(tiny_model())], ids=["02", "01"])
-def test_an_engine_without_requests_sleeps_until_somebody_comes(made):
-    engine, request, slept = made(), Request(PROMPT, 1), []
-    wait = engine.wake.wait
+def sleeps(engine, during) -> list:
+    """Call `during(count)` before each sleep of an engine. Returns: the list of its timeouts, which grows."""
+    slept, wait = [], engine.wake.wait
 
-    def come(seconds=None):
+    def sleep(seconds=None):
         slept.append(seconds)
-        threading.Timer(0.05, engine.submit, (request,)).start()
+        during(len(slept))
         return wait(seconds)
 
-    engine.wake.wait = come
+    engine.wake.wait = sleep
+    return slept
+
+
+@pytest.mark.parametrize("made", [make, lambda: engines.baseline.Engine(tiny_model())], ids=["02", "01"])
+def test_an_idle_engine_sleeps_until_a_request_comes(made):
+    engine, request = made(), Request(PROMPT, 1)
+    slept = sleeps(engine, lambda count: threading.Timer(0.05, engine.submit, (request,)).start())
     engines.until_over(engine, request)
     assert slept == [None], "the engine sleeps once, without a timeout"
 
 
-def test_an_engine_that_waits_for_a_copy_sleeps_too():
+def test_an_engine_that_waits_for_a_copy_sleeps():
     """Each copy arrives when the engine has slept three times."""
-    engine, issued, slept = make(RowCache(lambda transfer: issued.append(transfer))), [], []
+    engine = make(RowCache(lambda transfer: issued.append(transfer)))
     ask_and_evict(engine, PROMPT)
-    wait = engine.wake.wait
-
-    def arrive(seconds=None):
-        slept.append(seconds)
-        if issued and len(slept) % 3 == 0:
-            issued.pop(0).finish(0.0, 0.0)
-        return wait(seconds)
-
-    engine.wake.wait = arrive
+    issued = []
+    slept = sleeps(engine, lambda count: issued and count % 3 == 0 and issued.pop(0).finish(0.0, 0.0))
     request = ask(engine, PROMPT + [5])
     assert request.found == {"rows": 205} and slept == [0.02] * 9, "the engine sleeps between its checks"
 
 
-def test_explain_prints_a_line_for_each_verb(capsys):
+def test_explain_prints_a_line_for_each_event(capsys):
     engine = make(engines.offload.HostCache(64, 2e9))
     engine.explain = True
     again(engine, PROMPT)
     said = capsys.readouterr().err
-    for verb in ("admit", "compute", "finish", "restore"):
-        assert f" {verb} " in said
+    assert all(f" {verb} " in said for verb in ("admit", "compute", "finish", "restore"))
     assert "12 blocks" in said or "13 blocks" in said

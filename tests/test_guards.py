@@ -5,7 +5,7 @@ import pytest
 from tests.support import engines, races, traffic
 
 
-def test_traffic_goes_wrong_where_something_is_used_again_before_it_is_there(monkeypatch):
+def test_traffic_fails_without_a_wait_for_copies(monkeypatch):
     races.without(monkeypatch, engines.hybrid.HybridRunner, "forget", "transfer.wait()", "pass")
     try:
         counts = traffic.run("hybrid", 6000, 0, 0.01, until_wrong=True)  # most races show at once
@@ -15,7 +15,7 @@ def test_traffic_goes_wrong_where_something_is_used_again_before_it_is_there(mon
 
 
 @pytest.mark.parametrize("race", races.RACES)
-def test_a_race_shows_a_wrong_answer_and_its_guard_none(race, capsys):
+def test_a_race_gives_a_wrong_answer_only_without_its_guard(race, capsys):
     races.show(race)
     said = capsys.readouterr().out
     assert "with its guard:    right" in said and "without it:        WRONG" in said, said

@@ -19,8 +19,7 @@ def memory(limit, used: int, folder: str = "a/b/") -> dict[str, str]:
 
 
 def memory_1(limit: int, used: int, folder: str = "a/b/") -> dict[str, str]:
-    folder = f"{GROUP}memory/{folder}"
-    return {f"{folder}memory.limit_in_bytes": f"{limit}\n", f"{folder}memory.usage_in_bytes": f"{used}\n"}
+    return {f"{GROUP}memory/{folder}memory.{name}_in_bytes": f"{size}\n" for name, size in dict(limit=limit, usage=used).items()}
 
 
 def share(quota, period=100_000) -> dict[str, str]:
@@ -51,13 +50,13 @@ def machine(tmp_path, monkeypatch):
     (V1 | memory_1(5000, 4900) | {f"{GROUP}memory/a/b/memory.stat": FILES}, 1100),
     (V2 | memory(5000, 6000), 0),
 ])  # fmt: skip
-def test_free_memory_is_what_the_tightest_limit_leaves(machine, files, free):
+def test_the_tightest_limit_decides_the_free_memory(machine, files, free):
     machine(files)
     assert limits.free_host_memory() == free
 
 
 @pytest.mark.parametrize("kind, field", [(resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5)])
-def test_free_memory_is_what_ulimit_leaves(kind, field):
+def test_ulimit_limits_the_free_memory(kind, field):
     before, page = resource.getrlimit(kind), resource.getpagesize()
     used = int(open("/proc/self/statm").read().split()[field]) * page
     try:
@@ -72,7 +71,7 @@ def test_free_memory_is_what_ulimit_leaves(kind, field):
     (share_1(-1), 8), (share_1(100_000), 2), (share(300_000) | {f"{GROUP}cpu.max": "200000 100000\n"}, 2),
 ])  # fmt: skip
 @pytest.mark.parametrize("says", [None, "7"])
-def test_pytorch_has_no_more_threads_than_its_group_has_processors(machine, monkeypatch, files, threads, says):
+def test_pytorch_gets_at_most_as_many_threads_as_its_group_has_processors(machine, monkeypatch, files, threads, says):
     machine(files)
     monkeypatch.setattr(torch, "get_num_threads", lambda: given[-1])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: given.append(count))

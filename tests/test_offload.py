@@ -8,6 +8,7 @@ from common import estimates
 from common.cache import Match
 from common.link import Transfer
 from common.requests import Request
+from shell import charts
 from shell.frontend import check_fields
 from tests.support import engines
 from tests.support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, evict, make, wait_until_idle
@@ -100,7 +101,7 @@ def test_adjacent_blocks_are_copied_in_one_piece_and_counted():
     for _ in range(2):
         ask_and_evict(engine, PROMPT)
     assert save.labels == ["save 6"] and load.labels == ["layer 0", "layer 1", "layer 2"]
-    counts = engine.counters()
+    counts = charts.counters(engine)
     assert (counts["swap_outs"], counts["bytes_out"]) == (6, 6 * BLOCK) == (counts["swap_ins"], counts["bytes_in"])
     assert (counts["host_blocks"], counts["host_cached"], counts["host_free"]) == (64, 6, 58)
     assert counts["restored_tokens"] == counts["cpu_hit_tokens"] == 96

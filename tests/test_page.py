@@ -5,6 +5,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from shell import charts
 from tests.conftest import load
 from tests.support.engines import make, tiered
 from tests.support.serving import ASK, INFO, eventually, serving
@@ -64,51 +65,44 @@ def say(page, words: str):
 
 # 1. The conversation ----------------------------------------------------------------------------------------
 
-def test_a_conversation_is_written_as_it_comes_and_goes_on_with_its_history(browser, client, frontend):
+def test_a_conversation_shows_tokens_as_they_come_and_keeps_its_history(browser, client, frontend):
     with page_of(browser, client) as page:
+        answers = page.locator(".turn.assistant")
         page.fill("#max-tokens", "12")
         client.engine.hold_after(4)
         say(page, "Hello")
-        playwright.expect(page.locator(".turn.assistant span")).to_contain_text("He")
+        playwright.expect(answers).to_contain_text("He")
         assert page.is_disabled("#ask") and page.input_value("#prompt") == ""
         client.engine.let()
-        playwright.expect(page.locator(".turn.assistant")).to_contain_text("0 of")
+        playwright.expect(answers).to_contain_text("0 of")
         first = client.engine.asked[-1]
         say(page, "And why?")
-        playwright.expect(page.locator(".turn.assistant").nth(1)).to_contain_text("TTFT")
-        said = [dict(role="user", content="Hello"), dict(role="assistant", content=first.text),
-                dict(role="user", content="And why?")]
+        playwright.expect(answers.nth(1)).to_contain_text("TTFT")
+        said = [dict(role="user", content="Hello"), dict(role="assistant", content=first.text), dict(role="user", content="And why?")]
         request = client.engine.asked[-1]
-        assert request.tokens[:request.prompt_tokens] == frontend.request(messages=said).tokens
-        assert request.max_tokens == 12
+        assert request.tokens[:request.prompt_tokens] == frontend.request(messages=said).tokens and request.max_tokens == 12
         page.click("#new")
         assert texts(page, ".turn") == []
         say(page, "Hello")
-        playwright.expect(page.locator(".turn.assistant")).to_contain_text("TTFT")
+        playwright.expect(answers).to_contain_text("TTFT")
         assert client.engine.asked[-1].prompt_tokens == len(frontend.request("Hello").tokens)
 
 
-def test_shift_and_enter_break_the_line_and_stop_cancels_and_gives_the_message_back(browser, client):
+def test_stop_cancels_a_request_and_an_error_keeps_the_message(browser, client):
     with page_of(browser, client) as page:
         page.focus("#prompt")
-        page.keyboard.press("Enter")
-        page.keyboard.type("Tell me")
-        page.keyboard.press("Shift+Enter")
-        page.keyboard.type("all")
-        assert page.input_value("#prompt") == "Tell me\nall" and not client.engine.asked, "an empty message is not sent"
+        for key in "Enter", "a", "Shift+Enter", "b":
+            page.keyboard.press(key)
+        assert page.input_value("#prompt") == "a\nb" and not client.engine.asked, "an empty message is not sent"
         client.engine.hold_after(3)
         page.keyboard.press("Enter")
         eventually(lambda: client.engine.held or page.wait_for_timeout(10))
         page.click("#stop")
         playwright.expect(page.locator(".turn")).to_have_count(0)
-        assert page.input_value("#prompt") == "Tell me\nall"
+        assert page.input_value("#prompt") == "a\nb"
         eventually(lambda: client.engine.arrivals)
         client.engine.let()
-        eventually(lambda: client.engine.counters()["cancelled"] == 1)
-
-
-def test_an_error_is_told_and_the_message_can_be_mended(browser, client):
-    with page_of(browser, client) as page:
+        eventually(lambda: charts.counters(client.engine)["cancelled"] == 1)
         say(page, "x" * 400)
         playwright.expect(page.locator("#error")).to_contain_text("shorten the prompt")
         assert page.input_value("#prompt") == "x" * 400 and texts(page, ".turn") == []
@@ -122,7 +116,7 @@ def test_an_error_is_told_and_the_message_can_be_mended(browser, client):
 
 # 2. Memory and requests --------------------------------------------------------------------------------------
 
-def test_the_page_shows_pools_requests_and_why_each_finished_one_was_restored_or_not(browser, client):
+def test_the_page_shows_pools_requests_decisions_and_a_lost_server(browser, client):
     with page_of(browser, client) as page:
         playwright.expect(page.locator("#title")).to_have_text("stub")
         playwright.expect(page.locator(".pool .note").first).to_have_text("0 of 40 blocks of 1 kB")
@@ -143,17 +137,12 @@ def test_the_page_shows_pools_requests_and_why_each_finished_one_was_restored_or
         page.locator("#finished summary").click()
         cells = page.locator("#finished .cells")
         playwright.expect(cells).to_have_attribute("aria-label", "layer 0: loaded, loaded, computed")
-        assert texts(page, "#finished .cells span") == ["K", "L", "C"]
-        colors = page.locator(".cells span").evaluate_all("all => all.map(one => one.style.background)")
-        assert all(colors) and len({*colors}) == 3
-        grid = page.locator(".pool canvas").first
-        playwright.expect(grid).to_have_attribute(
-            "aria-label", "device memory: free 38, cached 2, reserved 0, in use 0, shared 0, in flight 0")
+        grid, label = page.locator(".pool canvas").first, "device memory: free {}, cached {}, reserved {}, in use {}, shared 0, in flight 0"
+        playwright.expect(grid).to_have_attribute("aria-label", label.format(38, 2, 0, 0))
         client.engine.hold_after(3)
         with closing(client.send("/generate", dict(ASK, max_tokens=60))):
             playwright.expect(page.locator("#requests li")).to_contain_text("(A), decode: 0 of 11 tokens found")
-            playwright.expect(grid).to_have_attribute(
-                "aria-label", "device memory: free 35, cached 0, reserved 4, in use 1, shared 0, in flight 0")
+            playwright.expect(grid).to_have_attribute("aria-label", label.format(35, 0, 4, 1))
             colors = grid.evaluate("""canvas => { const seen = new Set(), context = canvas.getContext('2d');
                 for (const x of [.15, .65]) seen.add(context.getImageData(x * canvas.offsetHeight, 7, 1, 1).data.join());
                 return seen.size }""")
@@ -161,22 +150,16 @@ def test_the_page_shows_pools_requests_and_why_each_finished_one_was_restored_or
         client.engine.let()
         playwright.expect(page.locator("#requests li")).to_have_count(0)
         playwright.expect(page.locator("#counters")).to_contain_text("cancelled")
-
-
-def test_evict_empties_a_pool_and_a_server_that_is_gone_is_told_until_it_is_back(browser, client):
-    client.ask("/generate", ASK)
-    with page_of(browser, client) as page:
         page.get_by_label("Evict the cached blocks in device memory").press("Enter")
-        playwright.expect(page.locator("#evicted")).to_have_text("2 blocks evicted from device memory.")
-        playwright.expect(page.locator(".pool canvas").first).to_have_attribute(
-            "aria-label", "device memory: free 40, cached 0, reserved 0, in use 0, shared 0, in flight 0")
+        playwright.expect(page.locator("#evicted")).to_contain_text("blocks evicted from device memory.")
+        playwright.expect(grid).to_have_attribute("aria-label", label.format(40, 0, 0, 0))
         page.route("**/state", lambda route: route.abort())
         playwright.expect(page.locator("#status")).to_contain_text("cannot be reached")
         page.unroute("**/state")
         playwright.expect(page.locator("#status")).to_have_text("")
 
 
-def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_the_last_row(browser):
+def test_the_examples_get_right_answers_in_large_type_without_scrolling(browser):
     classroom = load("classroom")
     engine = make(tiered(256, "wait_complete", "write_through"), 128, model=classroom.model)
     info = dict(INFO, title="Chapter 07: three tiers.")
@@ -197,14 +180,10 @@ def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_
                         "1520 of 1547 tokens from storage"]
         playwright.expect(memories.nth(2)).to_contain_text(re.compile("storage answers; 9[4-9] of the pages"))
         playwright.expect(page.locator("summary").first).to_have_text(f"Request 3 (A): {third}")
-        lanes, marks = page.locator("[open] .track"), page.locator("[open] .first")
+        lanes = page.locator("[open] .track")
         playwright.expect(lanes).to_have_count(4)
         first, *ticks = texts(page, "[open] .axis span")
         assert first == "first token, " + third.partition("TTFT ")[2] and len(ticks) > 2 and ticks[0] == "0"
-        lane, mark = lanes.first.bounding_box(), marks.first.bounding_box()
-        ttft, end = (float(re.findall(r"([\d.]+) ms", words)[-1]) for words in
-                     (third, lanes.first.get_attribute("aria-label")))
-        assert mark["x"] - lane["x"] == pytest.approx(lane["width"] * ttft / end, abs=9) and lane["height"] >= 30
         sizes = page.locator(".turn span, .from, summary, button, h3, .lane, .axis span").evaluate_all(
             "all => all.map(one => parseFloat(getComputedStyle(one).fontSize))")
         assert min(sizes) >= 18 and max(sizes) >= 26
@@ -224,38 +203,29 @@ def test_the_examples_are_answered_rightly_and_all_that_matters_is_legible_from_
         say(page, "What is the job of Ben?")
         playwright.expect(lines.last).to_contain_text("tokens from device memory, TTFT ")
         playwright.expect(page.locator("#legend li").last).to_have_text("this conversation")
-        looks = page.locator("#legend li").evaluate_all("""all => all.slice(6).map(one => [one.title,
-            one.firstChild.getContext("2d").getImageData(3, 3, 1, 1).data.join()])""")
-        assert [title for title, _ in looks] == ["of several", "conversation A", "conversation B"]
-        assert len({color for _, color in looks}) == 3
+        titles = page.locator("#legend li").evaluate_all("all => all.slice(6).map(one => one.title)")
+        assert titles == ["of several", "conversation A", "conversation B"]
         playwright.expect(memories.nth(2)).to_contain_text("storage does not answer: requests do not wait for it")
 
 
 # 3. Small screens and accessibility -------------------------------------------------------------------------
 
 @pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=str)
-def test_nothing_is_wider_than_the_window_and_8000_blocks_are_shown(browser, frontend, viewport):
-    with serving(frontend, Engine(blocks=8000)) as client:
-        with page_of(browser, client, viewport) as page:
-            say(page, "word" * 30)
-            playwright.expect(page.locator(".turn.assistant")).to_contain_text("TTFT")
-            assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"]
-            grid = page.locator(".pool canvas").first
-            width, height = grid.evaluate("one => [one.offsetWidth, one.offsetHeight]")
-            assert width <= viewport["width"] and height <= 300
-
-
-def test_all_that_can_be_used_is_reached_with_the_keyboard_and_has_a_name(browser, client):
-    client.ask("/generate", ASK)
-    with page_of(browser, client) as page:
+def test_the_page_fits_its_window_and_the_keyboard_reaches_all_controls(browser, frontend, viewport):
+    """The device has 8,000 blocks. Each control has a name."""
+    with serving(frontend, Engine(blocks=8000)) as client, page_of(browser, client, viewport) as page:
+        say(page, "word" * 30)
+        playwright.expect(page.locator(".turn.assistant")).to_contain_text("TTFT")
         playwright.expect(page.locator("#finished summary")).to_have_count(1)
+        assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"]
+        width, height = page.locator(".pool canvas").first.evaluate("one => [one.offsetWidth, one.offsetHeight]")
+        assert width <= viewport["width"] and height <= 300
         reached = set()
         for _ in range(25):
             page.keyboard.press("Tab")
             reached.add(page.evaluate("(document.activeElement.id || document.activeElement.tagName)"))
         assert {"prompt", "ask", "new", "max-tokens", "SUMMARY", "BUTTON", "conversation"} <= reached
-        controls = "button:visible, input, textarea, [role=region]:visible, [role=img]"
-        for control in page.locator(controls).all():
+        for control in page.locator("button:visible, input, textarea, [role=region]:visible, [role=img]").all():
             assert control.evaluate(
                 "one => one.ariaLabel || one.textContent.trim() || one.labels?.length || "
                 "document.getElementById(one.getAttribute('aria-labelledby'))?.textContent")

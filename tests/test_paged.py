@@ -15,6 +15,7 @@ from conftest import load
 from common import prefixes as block_keys_module
 from common.cache import Cache
 from common.requests import BadRequest, ClientDisconnected, Request
+from shell import charts
 from tests.support import engines
 from tests.support.engines import ask, baseline, check_pools, draw, make, paged, tiny_model, until_over
 
@@ -25,7 +26,7 @@ def assert_equal(requests):
 
 # 1. Prefixes -----------------------------------------------------------------------------------
 
-def test_equal_beginnings_are_the_same_objects_however_they_were_made():
+def test_equal_prefixes_have_the_same_keys():
     block_keys = paged.BlockKeys("model", 4)
     once = block_keys.extend([], list(range(18)))
     piecewise = block_keys.extend(block_keys.extend([], list(range(9))), list(range(18)))
@@ -36,21 +37,17 @@ def test_equal_beginnings_are_the_same_objects_however_they_were_made():
     assert block_keys.extend([], [1, 2, 3]) == []
 
 
-def test_a_key_is_the_sha256_of_its_parents_key_and_the_tokens_as_little_endian_int32():
+def test_a_key_hashes_its_parents_key_and_its_tokens():
     sha = lambda content: hashlib.sha256(content).digest()  # noqa: E731
     first, second = paged.BlockKeys("model", 2).extend([], [7, 300, 1, 2], "salt")
     root = sha(sha(b"model") + b"salt")
     assert first.digest == sha(root + struct.pack("<2i", 7, 300))
     assert second.digest == sha(first.digest + b"\1\0\0\0\2\0\0\0") and second.parent is first
+    same, again, other = (make(model=tiny_model(seed)).block_keys.extend([], [5] * 16)[0].digest for seed in (0, 0, 1))
+    assert same == again != other, "the namespace is the weights"
 
 
-def test_the_namespace_is_the_weights_and_their_dtype():
-    three = make(), make(), make(model=tiny_model(1))
-    keys = [engine.block_keys.extend([], [5] * 16)[0].digest for engine in three]
-    assert keys[0] == keys[1] != keys[2]
-
-
-def test_keys_that_are_all_equal_change_no_token(monkeypatch):
+def test_a_hash_collision_changes_no_token(monkeypatch):
     same = lambda content: SimpleNamespace(digest=lambda: b"\0" * 32)  # noqa: E731
     monkeypatch.setattr(block_keys_module, "hashlib", SimpleNamespace(sha256=same))
     engine, rng = make(), random.Random(0)
@@ -61,7 +58,7 @@ def test_keys_that_are_all_equal_change_no_token(monkeypatch):
     assert_equal(asked)
 
 
-def test_prefixes_that_nobody_has_are_forgotten():
+def test_unused_keys_are_freed():
     block_keys = paged.BlockKeys("model", 4)
     chain = block_keys.extend([], list(range(40)))
     assert len(block_keys.known) == 10
@@ -89,22 +86,7 @@ def cached(pool, blocks: int, first: int = 0):
     return taken, chain
 
 
-def test_making_room_looks_at_few_blocks():
-    class Counted(list):
-        looked = 0
-
-        def __getitem__(self, block):
-            Counted.looked += 1
-            return super().__getitem__(block)
-
-    pool = paged.BlockPool(4000, 1)
-    _, chain = cached(pool, 2000)
-    cached(pool, 2000, 5000)
-    pool.references = Counted(pool.references)
-    assert pool.make_room(3, chain) == 0 and pool.make_room(3) == 3 and Counted.looked < 20
-
-
-def test_a_table_begins_where_there_is_room_for_the_rest_of_it():
+def test_a_table_begins_in_a_run_with_room_to_grow():
     pool = paged.BlockPool(16, 1)
     first, second = pool.allocate(2, room=6), pool.allocate(2, room=6)
     assert (first, second) == ([0, 1], [6, 7])
@@ -112,7 +94,7 @@ def test_a_table_begins_where_there_is_room_for_the_rest_of_it():
     assert pool.allocate(3, room=20) == [8, 9, 10], "no run of free blocks has so much room, so any run that is long enough is used"
 
 
-def test_what_is_evicted_is_said_at_once_and_before_anybody_has_it():
+def test_on_evict_runs_before_a_block_is_reused():
     pool, said = paged.BlockPool(4, 1), []
     blocks, chain = cached(pool, 4)
     pool.on_evict = lambda lost: said.append((lost, pool.find(chain), pool.free.count(1)))
@@ -178,7 +160,7 @@ def test_any_budget_and_block_size_give_the_tokens_of_chapter_01(monkeypatch, si
     check_pools(engine)
 
 
-def test_a_step_uploads_its_numbers_at_once(monkeypatch):
+def test_a_step_uploads_its_indices_in_one_tensor(monkeypatch):
     engine, rng, made = watched(token_budget=64), random.Random(6), []
     for name in "tensor", "as_tensor":
         made.append(Mock(side_effect=getattr(torch, name)))
@@ -187,7 +169,7 @@ def test_a_step_uploads_its_numbers_at_once(monkeypatch):
     assert sum(counted.call_count for counted in made) == len(engine.runner.steps) >= 9
 
 
-def test_a_last_block_that_nobody_can_find_keeps_nobody_waiting():
+def test_a_last_block_that_must_be_computed_delays_no_request():
     engine = make(None, 64)
     prompt = draw(random.Random(3), 32)  # two full blocks; the second has the last token, so it must be computed
     ask(engine, prompt)
@@ -209,17 +191,12 @@ def test_who_decodes_goes_first_and_prefill_gets_the_rest_of_the_budget():
     assert counts[3] == [*ones, (4, 1), (5, 12)]
     until_over(engine, *decoding, *late)
     assert_equal(decoding + late)
+    engine.generate(newer := [Request(draw(rng, 60), 3), Request([7], 6)])
+    assert engine.runner.steps[-6:-2] == [[(7, 1), (6, 15)]] * 4, "a newer request of one token goes before an older one's prefill"
+    assert_equal(newer)
 
 
-def test_a_newer_request_of_one_token_goes_before_an_older_ones_prefill():
-    engine, rng = watched(token_budget=16), random.Random(16)
-    asked = [Request(draw(rng, 60), 3), Request([7], 6)]
-    engine.generate(asked)
-    assert engine.runner.steps[:4] == [[(2, 1), (1, 15)]] * 4
-    assert_equal(asked)
-
-
-def test_first_come_first_served_though_one_waits_for_room_and_no_more_run_than_may():
+def test_requests_start_in_their_order_and_at_most_max_running_run():
     engine, rng = watched(8, max_running=3, token_budget=64), random.Random(6)
     asked = [Request(draw(rng, rng.randrange(2, 60)), rng.randrange(2, 9)) for _ in range(10)]
     engine.generate(asked)
@@ -248,7 +225,7 @@ def test_blocks_that_an_answer_has_filled_go_after_what_was_used_before():
 
 
 @pytest.mark.parametrize("shared, waits", [(3, False), (4, True)])
-def test_who_shares_most_of_what_is_missing_waits_for_it(shared, waits):
+def test_a_request_waits_for_blocks_that_another_one_computes(shared, waits):
     rng, engine = random.Random(0), make(token_budget=16)
     prompt = draw(rng, 97)
     first, second = (Request(prompt[: 16 * count] + draw(rng, 97 - 16 * count), 2) for count in (6, shared))
@@ -259,7 +236,7 @@ def test_who_shares_most_of_what_is_missing_waits_for_it(shared, waits):
     assert_equal([first, second])
 
 
-def test_the_newest_are_preempted_the_oldest_never_and_their_dice_fall_the_same():
+def test_preemption_takes_the_newest_request_and_keeps_its_samples():
     engine, rng, came = make(Cache(), blocks=14), random.Random(10), []
     engine.lower_tier.cache.submitted = lambda request: came.append(request.id)
     options = [dict(temperature=1.0, seed=number, top_p=0.9) for number in range(6)]
@@ -274,7 +251,7 @@ def test_the_newest_are_preempted_the_oldest_never_and_their_dice_fall_the_same(
     check_pools(engine)
 
 
-def test_for_one_block_one_request_is_preempted_even_if_a_copy_holds_its_blocks():
+def test_a_missing_block_preempts_one_request_even_if_a_copy_holds_its_blocks():
     engine, rng = make(blocks=11), random.Random(11)
     asked = [Request(draw(rng, length), 20) for length in (47, 47, 40)]
     engines.submit(engine, *asked, steps=1)
@@ -289,12 +266,12 @@ def test_for_one_block_one_request_is_preempted_even_if_a_copy_holds_its_blocks(
 
 
 @pytest.mark.parametrize("prompt, most, written", [(100, 30, 29), (100, 29, 29), (128, 10**6, 1), (20, 3, 3)])
-def test_an_answer_ends_at_the_pools_end(prompt, most, written):
+def test_an_answer_ends_at_the_end_of_the_pool(prompt, most, written):
     request = ask(make(blocks=8), draw(random.Random(prompt), prompt), most)  # the last token needs no slot
     assert (len(request.new), request.finish_reason) == (written, "length")
 
 
-def test_what_ends_one_request_is_raised_to_who_asked_and_no_other_notices():
+def test_an_error_of_one_request_is_raised_and_other_requests_continue():
     engine, rng = make(Cache(), blocks=8), random.Random(12)
     with pytest.raises(BadRequest, match="do not fit into a pool of 128 tokens"):
         engine.generate([Request(draw(rng, 129), 1)])
@@ -312,7 +289,7 @@ def test_counters_add_up():
     asked = [Request(document + draw(rng, 4), 3) for _ in range(4)]
     engine.generate(asked)
     ask(engine, draw(rng, 240), 1)
-    counts = engine.counters()
+    counts = charts.counters(engine)
     assert counts["prompt_tokens"] == 4 * 36 + 240 and counts["completion_tokens"] == 4 * 3 + 1
     assert counts["cached_tokens"] == counts["gpu_hit_tokens"] == sum(request.cached_tokens for request in asked) >= 64
     assert counts["gpu_hits"] + counts["misses"] == counts["finished"] == 5
@@ -321,7 +298,7 @@ def test_counters_add_up():
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no bfloat16 products")
-def test_in_16_bits_what_is_found_again_gives_nearly_the_logits_of_32(tiny_folder):
+def test_a_hit_in_bfloat16_gives_nearly_the_logits_of_float32(tiny_folder):
     exact, rounded = load(tiny_folder).model, load(tiny_folder, "bfloat16").model
     engine, prompt = make(model=rounded), draw(random.Random(15), 60)
     assert engine.pool.memory.dtype == torch.bfloat16 and len(ask(engine, prompt, 8).new) == 8

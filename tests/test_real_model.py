@@ -57,7 +57,7 @@ def half(model, prompt):
     return tokens, ask(baseline.Engine(model), tokens, 8).new
 
 
-def test_transformers_writes_the_same_tokens(theirs, model, prompt):
+def test_transformers_gives_the_same_tokens(theirs, model, prompt):
     """Each token has the largest logit after the tokens before it, so greedy decoding gives the same tokens."""
     answered = ask(baseline.Engine(model), prompt, NEW).new
     with torch.inference_mode():
@@ -65,7 +65,7 @@ def test_transformers_writes_the_same_tokens(theirs, model, prompt):
     assert logits[0].argmax(-1).tolist() == answered and len(set(answered)) > 8
 
 
-def test_the_folder_has_what_the_model_has_learned(folder, theirs):
+def test_the_folder_has_the_trained_weights(folder, theirs):
     """The loss on English text shows that rows of q and k are in the right order, which no error would show."""
     tokens = checkpoint.read_tokenizer(folder).encode((ROOT / "LICENSE").read_text(), return_tensors="pt")[:, :300]
     with torch.inference_mode():
@@ -74,7 +74,7 @@ def test_the_folder_has_what_the_model_has_learned(folder, theirs):
 
 
 @pytest.mark.parametrize("chapter", CACHES)
-def test_what_the_device_has_lost_comes_back_and_the_answer_is_that_of_chapter_01(model, half, chapter):
+def test_a_restored_history_gives_the_answer_of_chapter_01(model, half, chapter):
     engine, (tokens, answered) = make(CACHES[chapter](), BLOCKS, model=model), half
     assert ask_and_evict(engine, tokens, 1).new == answered[:1]  # computed, as in chapter 02
     again = ask(engine, tokens, 8)

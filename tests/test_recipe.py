@@ -4,18 +4,15 @@ import re
 
 from conftest import ROOT
 
+from shell import charts
 from tests.support import forked
 from tests.support.serving import Client, eventually
 
 
-def ask(client: Client, **body) -> dict:
-    return client.ask("/generate", body).json
-
-
-def test_one_process_prefills_and_another_one_decodes(tmp_path):
+def test_one_process_prefills_and_another_process_decodes(tmp_path):
     section = (ROOT / "docs/reference.md").read_text().partition("### Prefill here, decode there")[2]
     text, servers = "Read this:" + 20 * " Anna lives in Rome. The code of the gate is 4821.", []
-    talk = [dict(role="user", content=f"{text} What is the code of the gate?")]
+    body = dict(messages=[dict(role="user", content=f"{text} What is the code of the gate?")])
     try:
         for chapter, options in re.findall(r"^python (\S+)( --storage file:pages .*?) *#.*$", section, re.M):
             (folder := tmp_path / str(len(servers))).mkdir()
@@ -24,19 +21,12 @@ def test_one_process_prefills_and_another_one_decodes(tmp_path):
         said = [tmp_path / number / "stdout" for number in "01"]
         eventually(lambda: all("\n" in path.read_text() for path in said))
         here, there = (Client(int(re.search(r"http://\S+:(\d+)", path.read_text())[1])) for path in said)
-        first, written = ask(here, messages=talk, max_tokens=1), "storage_pages_written"
+        first = here.ask("/generate", dict(body, max_tokens=1)).json
         pages = (first["usage"]["prompt_tokens"] - 1) // 16
-        eventually(lambda: here.counters().get(written, 0) >= pages)
-        second = ask(there, messages=talk, max_tokens=16)
-        alone = ask(here, messages=talk, max_tokens=16, cache_salt="another's")
+        eventually(lambda: charts.counters(here)["storage_pages_written"] >= pages)
+        second = there.ask("/generate", dict(body, max_tokens=16)).json
         assert first["source"] == "miss" and second["found"] == {"storage": pages * 16}
-        assert second["tokens"] == alone["tokens"] and second["tokens"][:1] == first["tokens"]
-        # The other direction: the first process finds the pages that the second one has decoded.
-        eventually(lambda: there.counters().get(written, 0) >= 1)
-        talk += [dict(role="assistant", content=second["text"]), dict(role="user", content="Who lives in Rome?")]
-        third = ask(here, messages=talk, max_tokens=16)
-        alone = ask(here, messages=talk, max_tokens=16, cache_salt="a third one's")
-        assert third["found"] == {"gpu": pages * 16, "storage": 16} and third["tokens"] == alone["tokens"]
+        assert second["text"] == "The code of the gate is 4821." and second["tokens"][:1] == first["tokens"]
     finally:
         for server in servers:
             server.kill()

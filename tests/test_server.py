@@ -1,6 +1,6 @@
 """The server of all chapters, with a stub engine and a real socket: answers, errors, hang-ups, and closing."""
-import http.client
 import importlib
+import io
 import json
 import logging
 import math
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.requests import Request
-from shell import backends, guards, page, to_json
+from shell import backends, charts, guards, openai, page, to_json
 from shell import server as servers
 from shell.workers import Worker
 from tests.conftest import ROOT
@@ -39,15 +39,15 @@ def waiting(client, threads, *asked) -> list:
 
     Returns: futures of the replies, which come after `let()`."""
     client.engine.hold()
-    before = client.engine.counters()["requests"]
+    before = charts.counters(client.engine)["requests"]
     replies = [threads.submit(client.ask, *each) for each in asked]
-    eventually(lambda: client.engine.counters()["requests"] == before + len(asked))
+    eventually(lambda: charts.counters(client.engine)["requests"] == before + len(asked))
     return replies
 
 
 # 1. Valid requests -----------------------------------------------------------------------------------------
 
-def test_generate_answers_with_the_engines_result(client, frontend):
+def test_generate_returns_the_engines_result(client, frontend):
     answer = client.ask("/generate", ASK).json
     prompt = frontend.request("Hello").tokens
     said = [token for token in prompt if token not in frontend.end_tokens]
@@ -63,7 +63,7 @@ def test_generate_answers_with_the_engines_result(client, frontend):
 
 @pytest.mark.parametrize("body", [
     ASK, dict(ASK, stop=["lo"]), dict(ASK, max_tokens=1, temperature=None), dict(CHAT, cache_salt="Anna")])
-def test_a_stream_says_what_the_plain_answer_says(client, body):
+def test_a_stream_equals_the_plain_answer(client, body):
     plain = client.ask("/generate", body).json
     *pieces, last = client.ask("/generate", dict(body, stream=True)).events
     assert all(set(piece) == {"text"} and piece["text"] for piece in pieces) and set(last) == {"result"}
@@ -72,7 +72,7 @@ def test_a_stream_says_what_the_plain_answer_says(client, body):
         assert last["result"][name] == plain[name]
 
 
-def test_many_clients_get_answers_of_their_own_and_health_says_what_runs_and_counts(frontend):
+def test_sixteen_clients_get_their_own_answers_and_health_counts_them(frontend):
     text = (ROOT / "docs" / "reference.md").read_text().partition("**Counters**")[2].partition("\n\n")[0]
     named = {name for name in re.findall(r"`([a-z_]+)`", text) if name not in ("host", "write_back", "steps")}
     with serving(frontend) as client, ThreadPoolExecutor(16) as threads:
@@ -88,61 +88,93 @@ def test_many_clients_get_answers_of_their_own_and_health_says_what_runs_and_cou
         assert health["counters"]["requests"] == health["counters"]["finished"] == 16
 
 
-# 2. Invalid requests ---------------------------------------------------------------------------------------
+# 2. Refused requests ----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("body,word", [
-    (b"", "JSON"), (b"\xff\xfe{}", "UTF-8"), (b"[]", "object"), (b'{"temperature": NaN}', "temperature"),
-    (b'{"\\ud800": 1}', "surrogate"), (b'{"n": 2}', "n"), (b'{"stream": 0}', "stream must be"),
-    (b'{"temprature": 1, "stream": true}', "Unknown field 'temprature'"),
-    (b"[" * 100_000, "JSON"), (b'{"n": ["\\ud83d"]}', "surrogate"), (b'{"n": 1' + b"0" * 5000 + b"}", "JSON"),
-], ids=lambda value: repr(value)[:24])
-@pytest.mark.parametrize("route", [route for route, _ in ROUTES])
-def test_a_body_that_is_no_request_is_refused(client, route, body, word):
-    assert word in client.ask(route, body).error(400)
+GENERATE, CHATS, TEXTS = "POST /generate", "POST /v1/chat/completions", "POST /v1/completions"
+HUGE, NAN = 10**400, float("nan")
+user = partial(dict, role="user")
 
 
-@pytest.mark.parametrize("method,path,status", [
-    ("GET", "/nothing", 404), ("POST", "/", 405), ("GET", "/generate", 405), ("DELETE", "/health", 405),
-    ("GET", "/timelines/99", 404), ("GET", "/storage", 404), ("POST", "/v1/embeddings", 404)])
-def test_wrong_routes_and_methods_are_told(client, method, path, status):
-    reply = client.ask(path, method=method)
-    assert "GET /" in reply.error(status)
-    allowed = {"/": "GET", "/generate": "POST", "/health": "GET"}.get(path)
-    assert (allowed in reply.headers["Allow"]) if status == 405 else "Allow" not in reply.headers
+def each(name: str, *values) -> list[dict]:
+    """Return a body for each value of one field."""
+    return [{**ASK, name: value} for value in values]
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("size", [guards.MAX_BODY, guards.MAX_BODY + 1, guards.MAX_BODY + 2, 20 << 20])
-def test_a_body_that_is_too_large_gets_its_answer(client, size, chunked):
-    headers = {"Transfer-Encoding": "chunked"} if chunked else {"Content-Length": str(size)}
-    with closing(http.client.HTTPConnection("127.0.0.1", client.port, timeout=TIMEOUT)) as connection:
-        connection.request("POST", "/generate", iter([b"x" * size]), headers, encode_chunked=chunked)
-        response = connection.getresponse()
-        status, words = (413, f"larger than {guards.MAX_BODY}") if size > guards.MAX_BODY else (400, "not JSON")
-        assert response.status == status and words in sentence(json.loads(response.read())["error"])
+def said(*messages) -> list[dict]:
+    """Return a body for each message."""
+    return [dict(messages=[message]) for message in messages]
+
+
+REFUSED = [  # (route, status, words of the error, bodies); a body in bytes is sent as it is
+    (GENERATE, 400, "not JSON in UTF-8", [
+        b"", b"\xff\xfe{}", b"[" * 100_000, b'{"n": 1' + b"0" * 5000 + b"}", b'{"\\ud800": 1}', b'{"n": ["\\ud83d"]}',
+        b"x" * guards.MAX_BODY]),
+    (GENERATE, 413, f"larger than {guards.MAX_BODY} bytes", [b"x" * (guards.MAX_BODY + 1), b"x" * (20 << 20)]),
+    (GENERATE, 400, "must be a JSON object", [b"[]", b"5", *said("Hello", None)]),
+    (CHATS, 400, "not JSON", [b"{"]), (TEXTS, 400, "not JSON", [b"{"]), ("POST /evict", 400, "not JSON", [b"{"]),
+    ("GET /nothing", 404, "GET /", [None]), ("GET /timelines/99", 404, "GET /state", [None]),
+    ("GET /storage", 404, "GET /", [None]), ("POST /v1/embeddings", 404, "GET /", [None]),
+    ("POST /", 405, "GET /", [None]), ("GET /generate", 405, "GET /", [None]), ("DELETE /health", 405, "GET /", [None]),
+    ("POST /evict", 400, "one of device, host", [dict(tier="moon"), dict(tier=[1])]), ("POST /evict", 400, "needs tier", [{}]),
+    # Sampling
+    (GENERATE, 400, "Unknown field 'temprature'", [dict(temprature=1, stream=True)]),
+    (GENERATE, 400, "Unknown field 'functions'", each("functions", False, 0, "", [None])),
+    (GENERATE, 400, "stream must be", each("stream", 0, "yes")),
+    (GENERATE, 400, "max_tokens must be", each("max_tokens", 0, -2, HUGE, (1 << 20) + 1, 1.5, "8", True, [8])),
+    (GENERATE, 400, "temperature must be", each("temperature", -1, 101, HUGE, -HUGE, NAN, "hot", True)),
+    (GENERATE, 400, "top_p must be", each("top_p", -0.5, 1.5, HUGE, "1", False)),
+    (GENERATE, 400, "top_k must be", each("top_k", -2, 1.5, (1 << 20) + 1, "5", True)),
+    (GENERATE, 400, "seed must be", each("seed", -2, 1 << 63, 0.5, "1", True, float("inf"))),
+    (GENERATE, 400, "stop must be", each("stop", 5, [5], [""], "", ["a"] * 17, "x" * 257, {"a": 1}, True)),
+    # Prompts and messages; the model has 300 tokens and a context of 256
+    (GENERATE, 400, "prompt must be", each("prompt", 5, {"a": 1}, True)),
+    (GENERATE, 400, "messages must be", each("messages", "Hello", {"a": 1}, 5, True)),
+    (GENERATE, 400, "prompt or messages", [{}, dict(prompt=[]), dict(messages=[]), dict(ASK, **CHAT)]),
+    (GENERATE, 400, "must not be empty", [
+        dict(prompt=""), *said(user(), user(content=[]), user(content=""), dict(role="assistant"))]),
+    (TEXTS, 400, "must not be empty", [dict(prompt="")]),
+    (GENERATE, 400, "one prompt", each("prompt", ["a", "b"], [[5], 5])),
+    (GENERATE, 400, "Token ids must be from 0 to 299", each("prompt", [[]], [300], [-1], [True], [1.5])),
+    (GENERATE, 400, "256 tokens, answer included; shorten", each("prompt", [5] * 256)),
+    (CHATS, 400, "needs role", said({}, dict(content="Hello"))),
+    (CHATS, 400, "role must be system, developer, user or assistant", said(dict(role="tool"), dict(role=["user"]))),
+    (CHATS, 400, "content must be", said(user(content=5), user(content=[dict(type="image_url", image_url="x")]))),
+    (CHATS, 400, "name must be", said(user(content="Hello", name=5))),
+    (CHATS, 400, "Unknown field 'tool_calls'", said(dict(role="assistant", content="", tool_calls=[dict(id="1")]))),
+    (CHATS, 400, "reasoning_content must be", said(dict(role="assistant", reasoning_content="Hm"))),
+    # OpenAI's fields
+    (CHATS, 400, "Unknown field 'tools'", [dict(CHAT, tools=[dict(type="function", function=dict(name="f"))])]),
+    (CHATS, 400, "tool_choice must be", [dict(CHAT, tool_choice="required")]),
+    (CHATS, 400, "service_tier must be", [dict(CHAT, service_tier="flex")]), (CHATS, 400, "user must be", [dict(CHAT, user=5)]),
+    (CHATS, 400, "stream_options must be", [dict(CHAT, stream=True, stream_options="yes")]),
+    (CHATS, 400, "include_usage must be", [dict(CHAT, stream_options=dict(include_usage="yes"))]),
+    (CHATS, 400, "include_obfuscation must be", [dict(CHAT, stream_options=dict(include_obfuscation=True))]),
+    (CHATS, 400, "max_completion_tokens must be", [dict(CHAT, max_completion_tokens=0)]),
+    (TEXTS, 400, "add_special_tokens must be true:", [dict(TEXT, add_special_tokens=False)]),
+    *((CHATS, 400, f"{name} must be {json.dumps(value)}:", [{**CHAT, name: ["other"]}])
+      for value, names in openai.NEUTRAL for name in names.split()),
+]
+
+
+@pytest.mark.parametrize("route, status, words, bodies", REFUSED, ids=[f"{row[0]} {row[2]}" for row in REFUSED])
+def test_a_refused_request_gets_its_status_and_one_sentence(client, route, status, words, bodies):
+    """A body in bytes is also sent in chunks."""
+    method, path = route.split()
+    for body in bodies:
+        for given in [body, io.BytesIO(body)] if isinstance(body, bytes) else [body]:
+            reply = client.ask(path, given, method=method)
+            assert words in reply.error(status), repr(body)[:80]
+            assert ("Allow" in reply.headers) == (status == 405)
     assert client.ask("/generate", ASK).status == 200
 
 
-def sent(client, raw: bytes) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", client.port), timeout=TIMEOUT)
-    connection.sendall(raw)
-    return connection
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_of_http_1_0_gets_no_chunks(client, stream):
-    body = json.dumps(dict(ASK, stream=stream))
-    with sent(client, f"POST /generate HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()) as connection:
-        head, _, said = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.0 200") and b"chunked" not in head
-    assert said.startswith(b"data: {" if stream else b"{")
-
-
-def test_a_client_that_stops_sending_loses_its_connection_and_cuts_no_stream(frontend, monkeypatch):
+def test_a_silent_connection_is_closed_and_a_waiting_stream_is_not(frontend, monkeypatch):
+    assert 1 < servers.Handler.timeout <= 60
     monkeypatch.setattr(servers.Handler, "timeout", 1.0)  # the stream's request must arrive within it
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
         stream, = waiting(client, threads, ("/generate", dict(ASK, stream=True)))     # as during a long step
-        with sent(client, b"POST /generate HTTP/1.1\r\n") as half, suppress(ConnectionError):
+        with socket.create_connection(("127.0.0.1", client.port), timeout=TIMEOUT) as half, suppress(ConnectionError):
+            half.sendall(b"POST /generate HTTP/1.1\r\n")
             assert half.recv(1) == b""
         client.engine.let()
         assert "result" in stream.result().events[-1]
@@ -150,7 +182,7 @@ def test_a_client_that_stops_sending_loses_its_connection_and_cuts_no_stream(fro
 
 # 3. A full queue, hang-ups, defects, closing ----------------------------------------------------------------
 
-def test_one_prompt_is_encoded_at_a_time_and_too_many_are_refused(frontend, monkeypatch):
+def test_the_server_encodes_one_prompt_at_a_time_and_refuses_too_many(frontend, monkeypatch):
     inside, most, encode = [], [], frontend.encode
 
     def slow(*prompt):
@@ -172,32 +204,32 @@ def test_one_prompt_is_encoded_at_a_time_and_too_many_are_refused(frontend, monk
         assert client.ask("/generate", ASK).status == 200
 
 
-@pytest.mark.parametrize("route,body,stream,behind", [
+@pytest.mark.parametrize("route, body, stream, more", [
     ("/generate", ASK, False, b""), ("/generate", ASK, True, b""), ("/v1/chat/completions", CHAT, True, b"\r\n"),
     ("/generate", ASK, False, b"\r\n"), ("/v1/completions", TEXT, False, b"GET /health HTTP/1.1\r\n\r\n")])
-def test_a_client_that_hangs_up_before_or_in_its_answer_is_cancelled(frontend, caplog, route, body, stream, behind):
+def test_a_hang_up_cancels_its_request(frontend, caplog, route, body, stream, more):
     with serving(frontend) as client:
         client.engine.hold_after(3 * stream)
         with closing(client.send(route, dict(body, max_tokens=200, stream=stream))) as connection:
             eventually(lambda: client.engine.held)
-            connection.sock.sendall(behind)
+            connection.sock.sendall(more)
             assert not stream or connection.getresponse().readline().startswith(b"data: {"), "the client hangs up in the middle of a stream"
         eventually(lambda: client.engine.arrivals)             # the hang-up is noticed even while there are no tokens
         client.engine.let()
-        eventually(lambda: client.engine.counters()["cancelled"] == 1)
-        assert not client.engine.running and client.engine.counters()["finished"] == 0
+        eventually(lambda: charts.counters(client.engine)["cancelled"] == 1)
+        assert not client.engine.running and charts.counters(client.engine)["finished"] == 0
         assert client.ask("/generate", ASK).status == 200 and not caplog.records
 
 
-def test_a_client_that_hangs_up_while_tokens_come_fast_is_cancelled(frontend):
+def test_a_hang_up_cancels_a_request_whose_tokens_come_fast(frontend):
     with serving(frontend, Engine(pause=0.005)) as client:
         with closing(client.send("/generate", dict(ASK, max_tokens=200))):
             eventually(lambda: client.engine.running)
-        eventually(lambda: client.engine.counters()["cancelled"] == 1)
-        assert client.engine.counters()["finished"] == 0
+        eventually(lambda: charts.counters(client.engine)["cancelled"] == 1)
+        assert charts.counters(client.engine)["finished"] == 0
 
 
-def test_a_client_that_leaves_before_its_request_is_submitted_costs_no_step(frontend, monkeypatch):
+def test_a_hang_up_before_submission_costs_no_step(frontend, monkeypatch):
     encode, begun, left = frontend.encode, threading.Event(), threading.Event()
     monkeypatch.setattr(frontend, "encode", lambda *prompt: begun.set() or left.wait(TIMEOUT) and encode(*prompt))
     with serving(frontend) as client:
@@ -218,7 +250,7 @@ def test_a_queued_stream_sends_its_headers_and_then_comments(frontend, route, bo
             assert reply.headers.get_content_type() == "text/event-stream" and b"data: " in reply.read()
 
 
-def test_a_server_without_its_model_yet_says_when_to_ask_again():
+def test_a_server_that_loads_its_model_answers_503():
     listener = servers.listen("127.0.0.1", 0)
     for asked in (("/health",), ("/generate", ASK), ("/",)):
         reply = Client(listener.port).ask(*asked)
@@ -226,12 +258,17 @@ def test_a_server_without_its_model_yet_says_when_to_ask_again():
     listener.shutdown()
 
 
-def test_an_exception_inside_is_a_500_and_the_next_request_works(frontend, caplog):
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_failed_step_answers_500_and_the_next_request_works(frontend, caplog, lost):
+    """`lost`: the engine has also lost the requests, as with a Cache whose `finished` raises."""
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
         replies = waiting(client, threads, ("/generate", ASK), ("/generate", dict(ASK, stream=True)))
         client.engine.hold_after(3)
         eventually(lambda: len(client.engine.running) == 2)
         client.engine.error = RuntimeError("a secret of the inside")
+        if lost:
+            client.engine.running.clear()
+            client.engine.finish = lambda *_: 1 / 0
         with caplog.at_level(logging.ERROR):
             client.engine.let()
             plain, stream = (reply.result() for reply in replies)
@@ -239,22 +276,9 @@ def test_an_exception_inside_is_a_500_and_the_next_request_works(frontend, caplo
         assert "secret" not in words and "log" in words
         assert sentence(stream.events[-1]["error"], "server_error") == words
         assert "a secret of the inside" in caplog.text
+        vars(client.engine).pop("finish", None)
         assert client.ask("/generate", ASK).status == 200
-        assert client.counters()["failed"] == 2
-
-
-def test_a_request_that_the_engine_has_lost_is_answered_and_the_engine_goes_on(frontend):
-    class Careless(Engine):
-        """Loses a request and then fails, as with a Cache whose `finished` raises."""
-
-        def finish(self, request, error=None):
-            if request in self.running:
-                self.running.remove(request)
-            raise RuntimeError("half done")
-
-    with serving(frontend, Careless()) as client:
-        for _ in range(2):
-            assert "log" in client.ask("/generate", ASK).error(500, "server_error")
+        assert lost or client.counters()["failed"] == 2
 
 
 HERE = "127.0.0.1"
@@ -269,7 +293,7 @@ HERE = "127.0.0.1"
     (HERE, "localhost", dict(HTTP_ORIGIN="http://localhost"), 200, 200),
     (HERE, "localhost", dict(HTTP_ORIGIN="http://elsewhere.example"), 403, 403),
     (HERE, "localhost", dict(HTTP_ORIGIN="null"), 403, 403), (HERE, "localhost", dict(HTTP_ORIGIN="http://["), 403, 403)])
-def test_who_may_ask_and_who_may_change_something(client, bound, host, asking, changes, reads):
+def test_guards_refuse_other_hosts_and_other_sites(client, bound, host, asking, changes, reads):
     where = dict(REMOTE_ADDR=HERE, SERVER_NAME=bound) | asking
     options = dict(headers=dict(Host=host), environ_overrides=where)
     app = servers.make_app(client.server).test_client()
@@ -282,13 +306,13 @@ def test_who_may_ask_and_who_may_change_something(client, bound, host, asking, c
     assert changes == 200 or words in sentence(replies["/evict"].json["error"])
 
 
-def test_whoever_waits_is_told_while_a_step_goes_on(frontend):
+def test_closing_answers_503_during_a_step(frontend):
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
         client.engine.hold_after(2)
         stream = threads.submit(client.ask, "/generate", dict(ASK, stream=True))
         eventually(lambda: client.engine.held)
         replies = [threads.submit(client.ask, *asked) for asked in (("/generate", ASK), ("/evict", dict(tier="host")))]
-        eventually(lambda: client.engine.counters()["requests"] == 2 and client.server.jobs.qsize())
+        eventually(lambda: charts.counters(client.engine)["requests"] == 2 and client.server.jobs.qsize())
         client.server.close()
         assert "shutting down" in sentence(stream.result(TIMEOUT).events[-1]["error"], "server_error")
         for late in CHAT, dict(CHAT, stream=True):
@@ -296,7 +320,7 @@ def test_whoever_waits_is_told_while_a_step_goes_on(frontend):
         assert all("shutting down" in reply.result(TIMEOUT).error(503, "server_error") for reply in replies)
 
 
-def test_an_idle_server_takes_no_steps_and_still_runs_what_comes_between_them(client):
+def test_an_idle_server_makes_no_steps_but_runs_jobs(client):
     client.ask("/generate", ASK)
     eventually(lambda: client.engine.asleep)
     before = client.engine.counts["steps"]
@@ -311,7 +335,7 @@ def test_an_idle_server_takes_no_steps_and_still_runs_what_comes_between_them(cl
 
 # 4. Routes of the page --------------------------------------------------------------------------------------
 
-def test_state_shows_who_waits_and_runs_what_the_pools_hold_and_what_was_found(frontend):
+def test_state_shows_requests_pools_and_finished_answers(frontend):
     with serving(frontend, Engine(max_running=1, blocks=40)) as client:
         client.ask("/generate", dict(ASK, max_tokens=20))
         client.engine.hold_after(3)
@@ -321,21 +345,19 @@ def test_state_shows_who_waits_and_runs_what_the_pools_hold_and_what_was_found(f
                 eventually(lambda: len(client.ask("/state").json["requests"]) == 2)
                 state = client.ask("/state").json
     assert state["info"]["chapter"] == "stub" and state["info"]["context"] == frontend.context
-    running, waiting = state["requests"]
+    (running, waiting), (finished,), pools = state["requests"], state["finished"], state["pools"]
     prompt = len(frontend.request("Hello").tokens)
     assert (running["id"], running["state"], running["computed"]) == (2, "decode", prompt)
     assert (waiting["id"], waiting["state"], waiting["new_tokens"]) == (3, "waiting", 0)
-    device, host = state["pools"]["device"], state["pools"]["host"]
     blocks = -(-(prompt + 60) // 16)
-    assert device["states"] == "u" * 1 + "r" * (blocks - 1) + "." * (40 - blocks)
-    assert device["blocks"] == 40 and device["block_bytes"] == 1024 and host["states"] == "." * 40
-    finished, = state["finished"]
+    assert pools["device"]["states"] == "u" * 1 + "r" * (blocks - 1) + "." * (40 - blocks) and pools["host"]["states"] == "." * 40
+    assert pools["device"]["blocks"] == 40 and pools["device"]["block_bytes"] == 1024
     assert finished["id"] == 1 and finished["decisions"] == ["nothing was offered: the prompt is computed"]
     assert finished["found"] == {} and finished["version"] == 20 == finished["usage"]["completion_tokens"]
     assert state["counters"]["requests"] == 3
 
 
-def test_a_conversation_goes_on_with_its_last_prompt_and_the_oldest_are_forgotten(monkeypatch):
+def test_a_conversation_continues_its_last_prompt_and_the_oldest_is_forgotten(monkeypatch):
     monkeypatch.setattr(page, "MAX_CONVERSATIONS", 2)
     prompts = [1, 2, 3], [1, 2, 3, 4], [1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 5], [6]
     asked, numbers, last = [Request(prompt, 1) for prompt in prompts], {}, {}
@@ -343,7 +365,7 @@ def test_a_conversation_goes_on_with_its_last_prompt_and_the_oldest_are_forgotte
     assert [*numbers.values()] == [1, 1, 2, 1, 3, 4] and set(last) == {3, 4}
 
 
-def test_a_letter_says_what_becomes_of_a_block():
+def test_a_letter_shows_the_state_of_a_block():
     pool = Engine(blocks=8).pools["device"]
     pool.references = [0, 0, 1, 2, 1, 1, 1, 1]
     pool.key_of = [None, "a", "b", "c", None, None, None, "d"]
@@ -351,7 +373,7 @@ def test_a_letter_says_what_becomes_of_a_block():
     assert page.block_states(pool, []) == ".-ffffff"
 
 
-def test_a_timeline_is_that_of_the_answer_with_its_plan_and_what_is_not_measured_yet_is_null_in_json(frontend):
+def test_a_timeline_equals_the_answers_and_unmeasured_numbers_become_null(frontend):
     measured = importlib.import_module("05_bubble_free").LayerCosts(math.inf, 0.5, 0.25, math.inf)
     plan = importlib.import_module("05_bubble_free").describe_plan("RK", measured, 9)
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
@@ -361,34 +383,27 @@ def test_a_timeline_is_that_of_the_answer_with_its_plan_and_what_is_not_measured
         client.engine.let()
         plain, stream = replies[0].result().json, replies[1].result().events[-1]["result"]
         assert plain["usage"]["cached_tokens"] is stream["found"]["gpu"] is None
-        costs = dict(recompute=None, project=500, load_states=250, load_kv=None, question=0)
-        shown = dict(spans=plain["timeline"], plan=dict(plan, predicted_ms=None, costs_ms=costs))
-        assert client.ask(f"/timelines/{plain['id']}").json == shown
+        shown = client.ask(f"/timelines/{plain['id']}").json
+        assert shown["spans"] == plain["timeline"] and shown["plan"]["rows"] == json.loads(json.dumps(plan["rows"]))
+        assert shown["plan"]["costs_ms"] == dict(recompute=None, project=500, load_states=250, load_kv=None, question=0)
         assert client.ask("/state").json["finished"][0]["found"] == dict(gpu=None)
     assert json.loads(to_json([math.nan, -math.inf, {"a": 1.5}], indent=1)) == [None, None, {"a": 1.5}]
 
 
-def test_the_page_is_one_file_that_loads_nothing_from_elsewhere(client):
+def test_the_page_may_load_nothing_from_other_sites(client):
     reply = client.ask("/")
-    page = reply.raw.decode()
-    assert reply.kind == "text/html" and "<title>" in page
-    assert not re.search(r"https?://| src=|innerHTML|@import|url\(", page)
-    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
-    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', reply.raw.decode())[1]
+    assert reply.kind == "text/html" and {"default-src 'none'", "connect-src 'self'"} <= {*policy.split("; ")}
 
 
-def test_evicting_drops_what_is_cached(client):
+def test_evict_drops_the_cached_blocks(client):
     client.ask("/generate", ASK)
     cached = len(client.engine.pools["device"].cached)
     assert client.ask("/evict", dict(tier="device")).json == dict(evicted=cached) and cached > 0
     assert client.ask("/evict", dict(tier="device")).json == dict(evicted=0)
-    for body, words in ((dict(tier="moon"), "one of device, host"), ({}, "needs tier"),
-                        (dict(tier=[]), "tier")):
-        assert words in client.ask("/evict", body).error(400)
 
 
-def test_storage_is_shown_attached_and_detached_from_this_machine_only(client, frontend, tmp_path):
-    assert "no storage" in client.ask("/storage").error(404)
+def test_this_machine_attaches_and_detaches_storage(frontend, tmp_path):
     engine = Engine()
     cache = SimpleNamespace(tree=None, storage=None, open_storage=backends.open_storage)
     cache.attach_storage = lambda kept: kept and kept.open(Worker, {}) or setattr(cache, "storage", kept)

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from common.cache import Match
-from common.estimates import MAX_WAIT
+from common.estimates import MAX_WAIT, Estimates
 from common.link import NUM_SAMPLES, Speed, Transfer
 from common.requests import Request
 from shell import machine as module
 from shell.machine import flops, measure
-from shell.modelled_link import Bandwidth, LikeA100
+from shell.modelled_link import LikeA100
 from tests.support import engines
 from tests.support.engines import ask, check_pools, draw, evict, make, offload, tiny_model
 
 
-def test_the_fastest_of_the_last_samples_counts_until_it_is_a_minute_old(monkeypatch):
+def test_a_speed_is_the_fastest_of_eight_samples_of_the_last_minute(monkeypatch):
     now, measured = [0.0], Speed(9.0)
     monkeypatch.setattr("common.link.time", SimpleNamespace(perf_counter=lambda: now[0]))
     assert measured.value == 9.0, "an unmeasured speed"
@@ -36,7 +36,7 @@ def test_the_fastest_of_the_last_samples_counts_until_it_is_a_minute_old(monkeyp
     lambda call: 1.0, lambda call: 1.0 if call % 5 == 0 else 3.0, lambda call: 9.0 if call < 8 else 1.0,
     lambda call: 0.1 if call < 2 else 1.0,
 ], ids=["alone", "beside a busy process", "at first", "the first ones touch memory"])  # fmt: skip
-def test_one_undisturbed_call_of_each_is_enough_to_measure(monkeypatch, slowness):
+def test_one_undisturbed_call_suffices_to_measure(monkeypatch, slowness):
     """A layer takes 6 ms and the other work 2 ms, times `slowness` of the call."""
     now, calls, model = [0.0], [], tiny_model(5)
 
@@ -56,55 +56,52 @@ def test_one_undisturbed_call_of_each_is_enough_to_measure(monkeypatch, slowness
 
 
 class Changing:
-    """An engine of chapter 03 whose first estimates for 192 tokens are `computing` and `loading` seconds."""
+    """Estimates whose first values for 192 tokens are `computing` and `loading` seconds."""
 
     def __init__(self, loading: float, computing: float = 1.0):
-        model = tiny_model(6)
-        speed = flops(model.config, 0, 192) / computing
-        model.machine = SimpleNamespace(fastest=speed, projecting=1e3, flops=partial(flops, model.config))
-        self.engine = make(cache := offload.HostCache(64, 1e9), model=model, always_restore=False)
-        self.estimates, self.link = self.engine.lower_tier.estimates, cache.load_link
-        self.bytes = 12 * cache.host.block_bytes
-        self.link.bandwidth = Bandwidth(self.bytes / loading)
+        self.flops = partial(flops, tiny_model().config)
+        self.match = Match(192, loading, [], {"cpu": 192})
+        self.estimates = Estimates(SimpleNamespace(fastest=self.flops(0, 192) / computing, flops=self.flops))
+        self.estimates.attach(make())
 
     def prefill(self, seconds: float, rows: int = 192):
         self.estimates.learn([(Request([0] * 192, 1, computed=192), rows)], seconds)
 
-    def loads(self) -> bool:
-        match = Match(192, self.link.seconds(self.bytes), [], {"cpu": 192})
-        return self.estimates.load_or_compute(Request([0] * 193, 1), match) > 0
+    def limit(self) -> float:
+        """Return the seconds that loading may take, or 0.0 if computing is faster."""
+        return self.estimates.load_or_compute(Request([0] * 193, 1), self.match)
 
 
-def test_a_prefill_that_is_faster_than_a_busy_start_measured_is_believed_at_once():
+def test_a_faster_prefill_replaces_the_measured_speed():
     machine = Changing(loading=1.5, computing=3.0)
-    assert machine.loads()
+    assert machine.limit()
     machine.prefill(1.0)
-    assert not machine.loads()
+    assert not machine.limit()
     for _ in range(NUM_SAMPLES):
         machine.prefill(3.0)
-    assert machine.loads() and machine.engine.counts["declined"] == 1
+    assert machine.limit() and machine.estimates.engine.counts["declined"] == 1
 
 
-def test_few_rows_count_only_if_they_were_faster_than_believed():
+def test_a_prefill_of_few_rows_counts_only_if_it_is_faster():
     """Thus an engine also learns of a faster machine if every request is a hit and computes few rows."""
     machine = Changing(loading=0.5)
-    few = flops(machine.engine.model.config, 176, 192) / flops(machine.engine.model.config, 0, 192)  # share of the seconds of 192 tokens
+    few = machine.flops(176, 192) / machine.flops(0, 192)  # share of the seconds of 192 tokens
     for _ in range(NUM_SAMPLES):
         machine.prefill(9.0 * few, rows=16)
-    assert machine.loads()
+    assert machine.limit() == pytest.approx(1.0)
     machine.prefill(few / 4, rows=16)
-    assert not machine.loads()
+    assert not machine.limit()
 
 
-def test_a_load_may_take_as_long_as_computing_and_a_minute_if_everything_is_loaded():
-    machine, request = Changing(loading=0.5), Request([0] * 193, 1)
-    match = Match(192, 0.5, [], {"cpu": 192})
-    assert machine.estimates.load_or_compute(request, match) == pytest.approx(1.0)
+def test_a_load_may_take_as_long_as_computing():
+    """With --always-restore, a load may take a minute."""
+    machine = Changing(loading=0.5)
+    assert machine.limit() == pytest.approx(1.0)
     machine.estimates.always = True
-    assert machine.estimates.load_or_compute(request, match) == MAX_WAIT
+    assert machine.limit() == MAX_WAIT
 
 
-def test_a_pass_of_few_rows_leaves_a_core_to_the_copies_that_it_runs_beside(monkeypatch):
+def test_a_pass_of_few_rows_leaves_a_core_to_copies(monkeypatch):
     model, set_to = tiny_model(7), []
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: (set_to or [4])[-1])
@@ -123,7 +120,7 @@ def test_a_pass_of_few_rows_leaves_a_core_to_the_copies_that_it_runs_beside(monk
 
 
 @pytest.mark.parametrize("busy", [1.0, 5.0])
-def test_the_default_link_has_one_speed_whatever_other_processes_do(monkeypatch, busy):
+def test_the_default_link_has_one_speed_beside_busy_processes(monkeypatch, busy):
     """Only the processor time of one thread counts; `busy` changes the wall time."""
     now, model = [0.0], tiny_model(5)
     clock = SimpleNamespace(thread_time=lambda: now[0], perf_counter=lambda: busy * now[0], sleep=lambda seconds: None)
@@ -135,32 +132,33 @@ def test_the_default_link_has_one_speed_whatever_other_processes_do(monkeypatch,
 
 # Speeds that refuse ------------------------------------------------------------------------------
 
-BELIEFS = {  # the slow part of eight restorations -> function(engine) that returns its measured speed
-    "projecting": lambda engine: engine.lower_tier.cache.projecting,
-    "reading": lambda engine: getattr(engine.lower_tier.cache.storage, "storages", [engine.lower_tier.cache.storage])[0].measured,
+LANES = {  # Cache -> function(engine) that returns the slow lane's measured speed
+    "hidden": lambda engine: engine.lower_tier.cache.projecting,
+    "files": lambda engine: engine.lower_tier.cache.storage.storages[0].measured,
+    "both": lambda engine: engine.lower_tier.cache.storage.storages[0].measured,
+    "tiered": lambda engine: engine.lower_tier.cache.storage.measured,
 }
 
 
-@pytest.mark.parametrize("name, belief", [
-    ("hidden", "projecting"), ("files", "reading"), ("both", "reading"), ("tiered", "reading")])
-def test_a_speed_that_was_learned_wrongly_is_loaded_again_once_its_samples_have_expired(name, belief, monkeypatch):
+@pytest.mark.parametrize("name", LANES)
+def test_a_wrong_speed_is_measured_again_after_its_samples_expire(name, monkeypatch):
     engine, prompt = make(name, always_restore=False), draw(random.Random(1), 450)
     engine.lower_tier.estimates.learn = lambda *work: None
     engine.lower_tier.estimates.computing = Speed(flops(engine.model.config, 0, 450) / 1e3)  # computing takes 1,000 s
     ask(engine, prompt, 1)
     for _ in range(8):
-        BELIEFS[belief](engine).record(1.0, 1e3)
+        LANES[name](engine).record(1.0, 1e3)
     if name == "both":  # otherwise prefill may compute all tokens before the first read completes
         reads, forward = engine.lower_tier.cache.storage.storages[0].reader.in_flight, engine.runner.forward
         engine.runner.forward = lambda *given: ([read.completed.wait(60) for read in [*reads][:1]], forward(*given))[1]
     tiers = []
     for _ in range(2):
         evict(engine)
-        if belief == "reading" and "host" in engine.pools:
+        if name != "hidden" and "host" in engine.pools:
             engine.evict("host")
         tiers.append(set(ask(engine, prompt, 1).found) - {"gpu"})
         monkeypatch.setattr("common.link.FRESH_SECONDS", 0.0)
     check_pools(engine)
-    read_ahead = (name, belief) == ("tiered", "reading")  # pages may arrive before the engine can refuse them
-    assert tiers[-1] and (read_ahead or not tiers[0]), "the first request is refused, and the last one is restored"
+    assert tiers[1], "the last request is restored"
+    assert not tiers[0] or name == "tiered", "the first one is computed; with read-ahead, pages may arrive before"
     engine.close()

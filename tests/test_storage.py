@@ -19,7 +19,7 @@ import pytest
 from common import estimates, store
 from common.link import TransferError
 from common.requests import BadRequest, Request
-from shell import backends, cli
+from shell import backends, charts, cli
 from shell.ranks import Ranks
 from shell.workers import Worker
 from tests.support import engines
@@ -64,7 +64,7 @@ def found_below(request) -> int:
 def opened(backend):
     """Context manager: return (an open storage, three keys, an array for each key)."""
     storage = store.Storage(backend)
-    storage.open(Worker)
+    storage.open(Worker, {})
     yield storage, [bytes([number]) * 32 for number in range(3)], [numpy.zeros(8, "u1") for _ in range(3)]
     storage.close()
 
@@ -108,7 +108,7 @@ def test_a_broken_back_end_costs_time_only(kind, method, fault, monkeypatch):
             found.append(found_below(ask(engine, prompt, 2)))
             forget(engine)
         assert found[-3:] == [128] * 3 or kind == "tiered, both ends", "storage is used again, and has all pages"
-        assert engine.counters()["storage_errors"] or fault in ("hangs", "loses all", "forgets", "swaps")
+        assert charts.counters(engine)["storage_errors"] or fault in ("hangs", "loses all", "forgets", "swaps")
         assert dropped >= 8 or (kind, method, fault) != ("hidden", "set", "raises"), "a block that storage refuses is counted"
 
 

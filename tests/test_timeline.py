@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from common import timeline as timelines
 from common.timeline import Clock, Span, Timeline
+from shell import charts
 from shell.charts import LANES, bubble, chart, duration, write_trace
 
 
@@ -68,7 +69,7 @@ def test_a_trace_has_one_clock_and_a_reply_has_milliseconds(tmp_path):
         ("layer 0", "load"), ("page", "storage"), ('a "label"', "compute")]
     assert [span["dur"] for span in spans] == pytest.approx([0.5e6, 1e6, 0.25e6])
     assert [span["ts"] - spans[0]["ts"] for span in spans] == pytest.approx([0, 1e6, 3e6])
-    assert of(("load", "layer 0", 0.0012345, 0.5)).as_json() == [
+    assert charts.spans(of(("load", "layer 0", 0.0012345, 0.5))) == [
         dict(lane="load", label="layer 0", start_ms=1.234, end_ms=500.0)]
 
 

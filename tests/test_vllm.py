@@ -116,7 +116,7 @@ def computes(connector, start: int, count: int):
     connector.storage.set([], []).wait(60)
 
 
-def test_storage_deletes_a_text_from_its_end(connector, tmp_path):
+def test_storage_deletes_the_tail_of_a_text_first(connector, tmp_path):
     saving = connector()
     arrives(saving, [*range(24)])
     for start, count in (0, 12), (12, 12):
@@ -129,7 +129,7 @@ def test_storage_deletes_a_text_from_its_end(connector, tmp_path):
     ({}, {}, 2), (dict(prompt_embeds=torch.ones(12, 4)), {}, 0), (dict(lora_request="adapter"), {}, 0), (dict(mm_features=["image"]), {}, 0),
     (dict(cache_salt="b"), {}, 0), ({}, dict(rope_parameters=dict(rope_theta=5e5)), 0),
 ])  # fmt: skip
-def test_a_request_gets_only_blocks_with_its_own_numbers(connector, tmp_path, more, overrides, blocks):
+def test_a_request_gets_only_blocks_of_its_own_model_and_inputs(connector, tmp_path, more, overrides, blocks):
     saving, asking = connector(), connector(**overrides)
     arrives(saving, [0] * 12)
     computes(saving, 0, 12)
@@ -143,7 +143,7 @@ def test_a_request_gets_only_blocks_with_its_own_numbers(connector, tmp_path, mo
 
 
 @pytest.mark.skipif(not PYTHON, reason="needs vLLM, here or in the interpreter VLLM_PYTHON")
-def test_what_vllm_has_lost_comes_back_from_storage(tmp_path):
+def test_vllm_restores_lost_blocks_from_storage(tmp_path):
     write_model(tmp_path / "model", hidden_size=128)
     with peer(tmp_path, url="file:pages") as first:
         answers, cached = ask(first, PROMPTS)

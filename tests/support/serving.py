@@ -1,5 +1,6 @@
 """Serve the stub engine, or another one, on a real socket, and ask the server as a client does."""
 import http.client
+import io
 import json
 import threading
 import time
@@ -66,9 +67,11 @@ class Client:
         self.port, self.server, self.engine, self.thread = port, server, server and server.engine, thread
 
     def send(self, route: str, body=None, method: str | None = None, headers: dict | None = None):
-        """Send a request, and return the connection without waiting for the answer. To close it means to hang up."""
+        """Send a request, and return the connection without waiting for the answer. To close it means to hang up.
+
+        `body`: JSON, or bytes, or a stream of bytes that is sent in chunks."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
-        raw = body if isinstance(body, bytes | None) else json.dumps(body)
+        raw = body if isinstance(body, bytes | io.BytesIO | None) else json.dumps(body)
         connection.request(method or ("GET" if body is None else "POST"), route, raw, headers or {})
         return connection
 
