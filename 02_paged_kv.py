@@ -30,7 +30,6 @@ if __name__ == "__main__":
 
 import functools
 import importlib
-import itertools
 import logging
 import math
 import random
@@ -211,8 +210,8 @@ class Batch:
         for table in tables[:num_padded]:
             table += table[:1] * (pool.num_blocks(self.padded) - len(table))
         lists = [tokens, positions, slots, last, *tables]  # upload once: each upload to a GPU takes 10 us
-        flat = list(itertools.chain.from_iterable(lists))
-        numbers = upload(flat, device).split_with_sizes([*map(len, lists)])
+        flat = upload([number for numbers in lists for number in numbers], device)
+        numbers = flat.split_with_sizes([*map(len, lists)])
         # [T] each; `last_rows` [R] are the rows to sample from
         self.tokens, self.positions, self.slots, self.last_rows = numbers[:4]
         self.reads = self.plan_reads(num_padded, tables, numbers[4:])
@@ -619,8 +618,8 @@ def demo(model, frontend: Frontend, arguments):
     ways.update({f"{number} at once": functools.partial(rate, engine, number) for number in (1, 4, 16)})
     title = f"\nThroughput of 4 to {many} questions, {new} tokens per answer"
     rows += lesson.table(title, lesson.in_turn(ways), "tokens_per_second", "tokens/s")
-    print(f"\nThe last of the {many} requests (p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n\n"
-          "One request at a time, blocks save memory but no time. And a prefix that the pool has evicted must\n"
+    print(f"\nThe last of the {many} requests (p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n")
+    print("One request at a time, blocks save memory but no time. A prefix that the pool has evicted must\n"
           "be computed again. Where else could it have been kept? See chapter 03.")
     report = dict(link=None, verified=verified, rows=rows, counters=charts.counters(engine))
     return report, [asked[-1].timeline]

@@ -273,7 +273,8 @@ class PlannedCache(hidden_states.HiddenCache):
         stored = len(self.store.stored(match.blocks)) / len(match.blocks)
         costs = self.costs(restoration.start, restoration.end, stored)
         yield from super().restore(request, restoration, match)
-        request.timeline.plan = describe_plan(self.letters, costs, match.tokens)
+        seconds = plan_seconds(self.letters, costs)
+        request.timeline.plan = charts.describe_layers(self.letters, costs, match.tokens, seconds)
 
     def issue_layer(self, loading, layer):
         """Issue the copy of a layer. K and V go directly into the request's device blocks; hidden states go
@@ -329,16 +330,6 @@ class PlannedCache(hidden_states.HiddenCache):
         for layer in self.store.layers[len(rows) :: 2]:
             rows += self.kv[layer].flatten(1, 2)[:, slots]  # K and V, [T, KVH * hd] each
         return rows
-
-
-def describe_plan(letters: str, costs: LayerCosts, tokens: int) -> dict:
-    """Return the plan as the web page shows it above the timeline, with its predicted time and costs in
-    ms."""
-    predicted_ms, rows = 1e3 * plan_seconds(letters, costs), [["layers", letters]]
-    title = f"{tokens} tokens: {predicted_ms:.1f} ms predicted, with the question"
-    legend = dict(R="recomputed", H="projected from hidden states", K="loaded as K and V")
-    costs_ms = {name: 1e3 * seconds for name, seconds in costs._asdict().items()}  # of one layer
-    return dict(title=title, rows=rows, legend=legend, predicted_ms=predicted_ms, costs_ms=costs_ms)
 
 
 # 3. The demo -----------------------------------------------------------------------------------

@@ -756,7 +756,7 @@ def demo(model, frontend: Frontend, arguments):
     pages = -(-(max(len(frontend.encode(None, talk)) for talk in talks) + 3 * new + 32) // size)
     device, host = device or 2 * pages, host or 10 * pages // 3
     lesson.check_room(dict(device=device, host=host), pages, size)
-    fixed, engines = dict(gpu_blocks=device, hicache_ratio=None, hicache_size=None), {}
+    fixed, engines = dict(gpu_blocks=device, hicache_ratio=0, hicache_size=0), {}
     options = argparse.Namespace(**vars(arguments) | fixed)
     with tempfile.TemporaryDirectory() as folder:
         url = arguments.storage or f"file:{folder}"
@@ -842,8 +842,8 @@ def shares(requests: list[Request]) -> dict[str, float]:
 def add_arguments(parser):
     paged.add_arguments(parser)
     size = hardware.add_options(parser).add_argument  # of --cpu-blocks and these two, only one may be given
-    size("--hicache-ratio", type=cli.bounded(float, 1, 1e6), metavar="R", help="host memory: R times L1")
-    size("--hicache-size", type=cli.bounded(float, 1e-3, 1e6), metavar="GB", help="size of host memory")
+    size("--hicache-ratio", type=cli.bounded(float, 1, 1e6), default=0, metavar="R", help="host: R times L1")
+    size("--hicache-size", type=cli.bounded(float, 1e-3, 1e6), default=0, metavar="GB", help="size of host")
     add, number, whole = parser.add_argument, cli.bounded(float, 0, 1e6), cli.bounded(int, 0, 1 << 26)
     add("--layout", choices=LAYOUTS, default="page_first_direct", help="of host memory (page_first_direct)")
     add("--write-policy", choices=WRITE, default="write_through", help="when pages are saved (write_through)")
@@ -865,19 +865,17 @@ def make_engine(model, arguments, kind=TieredCache) -> paged.Engine:
     page_bytes = size * model.config.kv_numbers_per_token * model.dtype.itemsize
     useful = arguments.max_running * -(-model.config.max_position_embeddings // size)
     device = cli.blocks_that_fit(arguments.gpu_blocks, useful, page_bytes, model.device, "--gpu-blocks")
-    if arguments.hicache_ratio:
-        arguments.cpu_blocks = int(arguments.hicache_ratio * device)
-    elif arguments.hicache_size:
-        arguments.cpu_blocks = int(1e9 * arguments.hicache_size / page_bytes)
+    if asked := arguments.hicache_ratio * device or 1e9 * arguments.hicache_size / page_bytes:
+        arguments.cpu_blocks = int(asked)
     pages = hardware.host_blocks(model, arguments, page_bytes)
     # 2. Storage, and the engine
     config, (threshold, *timeout) = backends.settings(arguments.storage_config, arguments)
     storage = url and backends.open_storage(url, config, arguments.storage_bandwidth)
     if arguments.hicache_io_backend and model.device.type != "cuda":
         raise BadRequest("--hicache-io-backend says what copies on a GPU, and here is none: leave it out.")
-    cache = kind(pages, hardware.bandwidth(model, arguments.link), storage, arguments.prefetch,
-                 arguments.write_policy, arguments.layout, threshold, tuple(timeout),
-                 arguments.hicache_io_backend)  # fmt: skip
+    policies = arguments.prefetch, arguments.write_policy, arguments.layout, threshold, tuple(timeout)
+    link = hardware.bandwidth(model, arguments.link)
+    cache = kind(pages, link, storage, *policies, arguments.hicache_io_backend)
     engine = paged.make_engine(model, arguments, restorer(model, cache, arguments.always_restore))
     words = f"{pages} pages of {size} tokens, {pages * page_bytes / 1e6:.1f} MB, over a {cache.load_link}"
     print(f"Host: {words}; storage: {storage or 'none'}", file=sys.stderr)

@@ -32,7 +32,7 @@ from benchmarks.planned import engine_of
 from common import store
 from common.requests import Request
 from examples.both_ends import BothEndsCache
-from shell import backends, hardware, lesson, modelled_link
+from shell import backends, charts, hardware, lesson, modelled_link
 
 tiers = importlib.import_module("07_tiered_storage")
 POLICIES = *tiers.PREFETCH, "both_ends"

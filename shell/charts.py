@@ -45,6 +45,18 @@ def chart(timeline: Timeline, width: int = 64) -> str:
     return "\n".join(lines)
 
 
+def describe_layers(letters: str, costs, tokens: int, seconds: float) -> dict:
+    """Return a plan of chapter 05 as the page shows it, with its predicted time and costs in ms.
+
+    `letters`: one for each layer. `costs`: a NamedTuple of seconds for one layer. `seconds`: predicted for
+    all layers and the question."""
+    title = f"{tokens} tokens: {1e3 * seconds:.1f} ms predicted, with the question"
+    legend = dict(R="recomputed", H="projected from hidden states", K="loaded as K and V")
+    costs_ms = {name: 1e3 * each for name, each in costs._asdict().items()}  # of one layer
+    plan = dict(title=title, rows=[["layers", letters]], legend=legend)
+    return dict(plan, predicted_ms=1e3 * seconds, costs_ms=costs_ms)
+
+
 def describe_chunks(restoration, size: int) -> dict:
     """Return how each chunk was restored, as the page shows it: one letter for each `size` tokens.
 

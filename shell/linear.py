@@ -52,7 +52,8 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 def speed_up(model: nn.Module, copies: bool, same_bits: bool = False):
     """Turn the linear layers of a loaded model into FastLinear, in place. Hooks and tied weights stay.
 
-    `copies`: there is enough memory for copies of the weights. `same_bits`: of FastLinear."""
+    `copies`: there is enough memory for copies of the weights. `same_bits`: of FastLinear. Returns:
+    `model`."""
     for linear in model.modules():
         if isinstance(linear, Linear):
             linear.__class__, linear.same_bits = FastLinear, same_bits
@@ -61,3 +62,4 @@ def speed_up(model: nn.Module, copies: bool, same_bits: bool = False):
                 with suppress(AttributeError, RuntimeError):    # no kernel for this device or dtype
                     weight = linear.weight.detach().to(linear.kind)
                     linear.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return model

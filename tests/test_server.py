@@ -375,7 +375,7 @@ def test_a_letter_shows_the_state_of_a_block():
 
 def test_a_timeline_equals_the_answers_and_unmeasured_numbers_become_null(frontend):
     measured = importlib.import_module("05_bubble_free").LayerCosts(math.inf, 0.5, 0.25, math.inf)
-    plan = importlib.import_module("05_bubble_free").describe_plan("RK", measured, 9)
+    plan = charts.describe_layers("RK", measured, 9, math.inf)
     with serving(frontend) as client, ThreadPoolExecutor() as threads:
         replies = waiting(client, threads, *[("/generate", dict(ASK, stream=stream)) for stream in (False, True)])
         for request in client.engine.asked:
