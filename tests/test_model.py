@@ -193,7 +193,7 @@ def test_pinned_memory_counts_as_a_power_of_two(monkeypatch):
 
 
 @pytest.mark.parametrize("device, dtype", [("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16)])
-@pytest.mark.parametrize("count, end", [(1, 9), (5, 5), (3, 9), (8, 9)])
+@pytest.mark.parametrize("count, end", [(1, 9), (5, 5), (4, 9), (8, 9)])
 def test_each_row_of_a_chunk_attends_to_earlier_rows(count, end, device, dtype):
     q, k, v = (torch.randn(rows, heads, 8).to(dtype) for rows, heads in ((count, 4), (end, 2), (end, 2)))
     seen = range(end - count + 1, end + 1)
