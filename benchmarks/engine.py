@@ -10,6 +10,7 @@ host         TTFT behind a history in host memory, beside a history on the devic
              that time and of the TTFT of a device hit, plus one layer's share of the shorter one.
 burst        30 questions at once about one document of 1,024 tokens that the device has evicted: it is
              restored once (03) or computed once (02).
+bits         decoding and prefill with --same-bits, over the same without it; on a processor only.
 """
 
 import random
@@ -21,10 +22,12 @@ from benchmarks import measure, planned, tables
 from benchmarks.measure import draw, ratio, spread, ttft
 from benchmarks.planned import offload, paged
 from common.requests import Request
-from shell import hardware, lesson
+from shell import checkpoint, hardware, lesson
 
 HISTORIES = 1024, 1984  # tokens
 QUESTION, DOCUMENT, CROWD = 32, 1024, 30  # tokens, tokens, requests
+# Requests at once, tokens of each prompt and of each answer
+COST = (1, 60, 24), (1, 500, 24), (1, 900, 24), (16, 60, 24), (16, 400, 12), (1, 512, 1), (1, 1000, 1)
 
 
 def engine_of(model, tokens: int, restoring: bool = True):
@@ -109,10 +112,26 @@ def burst(model, arguments):
         engine.close()
 
 
+def bits(model, arguments):
+    """Yield a row for each case: times of a model with --same-bits over those of the same model without it."""
+    rng, asked = random.Random(0), (arguments.name, str(model.dtype)[6:], arguments.device)
+    models = {"without": model, "with": checkpoint.load(*asked, same_bits=True)[0]}
+
+    def taken_ms(which: str, requests: int, tokens: int, new: int) -> float:
+        engine = engine_of(models[which], requests * (tokens + new + 16), restoring=False)
+        answered = engine.generate([Request(draw(rng, model, tokens), new) for _ in range(requests)])
+        return statistics.median(one.tbt_ms or one.ttft_ms for one in answered)
+
+    for case in COST if model.device.type == "cpu" else ():
+        taken = lesson.in_turn({which: partial(taken_ms, which, *case) for which in models}, arguments.rounds)
+        yield dict(zip(("requests", "tokens", "new"), case), ms=spread(taken["without"]), ratio=ratio(taken["with"], taken["without"]))
+
+
 PARTS = {
     "throughput": (throughput, ["classroom"]),
     "host": (host, ["classroom", "random:long"]),
     "burst": (burst, ["classroom"]),
+    "bits": (bits, ["classroom"]),
 }
 
 
@@ -123,6 +142,10 @@ def report(found: list[dict]) -> str:
             for row in tables.rows(found, "throughput")]  # fmt: skip
     return tables.paragraphs(
         *many,
+        tables.table(
+            "**What `--same-bits` costs**: milliseconds per token, or of a prefill, and the ratio with the option.",
+            {"model": "{model}", "requests at once": "{requests}", "behind": "{tokens:,}", "tokens": "{new}",
+             "without": "{ms:ms}", "with / without": "{ratio:spread}"}, tables.rows(found, "bits")),
         tables.table(
             "**30 questions at once about one document** of 1,024 tokens, which 02 computes and 03 restores once: their mean TTFT "
             "over the sum of their mean TTFT with the document on the device and the TTFT of one question alone.",

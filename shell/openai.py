@@ -10,14 +10,15 @@ from flask import abort
 from shell.frontend import FLAG, LABEL, OBJECT, PROMPT, SAMPLING, TEMPLATE, check_fields, only
 from shell.guards import events, read_body
 
-# Unsupported fields of OpenAI, vLLM, SGLang and llama.cpp; a line has the neutral value, and names
-NEUTRAL = Path(__file__).with_name("neutral.txt").read_text().splitlines()
+# Neutral values of unsupported fields of OpenAI, vLLM, SGLang and llama.cpp; a line has a value, and names
+LINES = Path(__file__).with_name("neutral.txt").read_text().splitlines()
+NEUTRAL = {name: json.loads(value) for value, *names in map(str.split, LINES) for name in names}
 LABELS = "model prompt_cache_key prompt_cache_retention request_id safety_identifier user"      # ignored
 FIELDS = {                                      # in addition to SAMPLING; the same form
     "stream": FLAG, "stream_options": OBJECT, "max_completion_tokens": SAMPLING["max_tokens"],
     "tool_choice": only("auto", "none"), "function_call": only("auto", "none"), "parallel_tool_calls": FLAG,
     "service_tier": only("auto", "default"), "metadata": OBJECT, **dict.fromkeys(LABELS.split(), LABEL),
-    **{name: only(json.loads(value)) for value, *names in map(str.split, NEUTRAL) for name in names}}
+    **{name: only(value) for name, value in NEUTRAL.items()}}
 OPTIONS = {                                     # fields of stream_options
     "include_usage": FLAG, "include_obfuscation": only(False), "continuous_usage_stats": only(False)}
 

@@ -41,7 +41,7 @@ def test_without_a_cache_each_token_costs_the_whole_prefill(model, chunk):
     assert labels(request) == [f"prefill {size}" for row in sizes for size in row]
 
 
-def test_what_was_in_memory_before_is_never_read(model, monkeypatch):
+def test_memory_that_was_not_written_is_never_read(model, monkeypatch):
     right, empty = answer(model, PROMPT, 12).new, torch.empty_like
     monkeypatch.setattr(torch, "empty", lambda shape, **kind: torch.full(shape, torch.nan, **kind))
     monkeypatch.setattr(torch, "empty_like", lambda tensor, **kind: empty(tensor, **kind).fill_(torch.nan))

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import replace
 from unittest.mock import DEFAULT, Mock
 
 import numpy
@@ -240,3 +241,40 @@ def test_a_step_that_cannot_be_snapshotted_is_dropped_with_all_later_ones(monkey
     again = ask(engine, PROMPT + draw(random.Random(1), 60))  # this fills blocks after the gap
     wait_until_idle(engine)
     assert len(cache.store.pool.block_of) <= 64 // 16 and ORACLE.judge(again) == "equal"
+
+
+@pytest.mark.parametrize("budget, computed", [(16, 16), (5, 5)])
+def test_a_block_begun_between_two_restorations_is_released(budget, computed):
+    """If only some blocks find room, a part of the prompt is computed, and then more blocks are restored."""
+    engine = restart(saved(PROMPT * 2), token_budget=budget)
+    match, offered = engine.lower_tier.cache.match, []
+
+    def first_blocks_first(request):
+        offered.append(match(request))
+        if len(offered) == 1:
+            offered[0] = replace(offered[0], tokens=64, blocks=offered[0].blocks[:4], found={"disk": 64})
+        return offered[-1]
+
+    engine.lower_tier.cache.match = first_blocks_first
+    request = ask(engine, PROMPT * 2 + [3], 8)
+    assert request.found == {"disk": 288 - computed} and ORACLE.judge(request) == "equal"
+    engine.lower_tier.cache.match = match
+    assert found(engine, request.tokens[:-1]) == 304
+    check_pools(engine)
+    evict(engine)
+    assert ORACLE.judge(ask(engine, request.tokens, 8)) == "equal"
+
+
+def test_a_block_whose_first_half_failed_is_not_found():
+    engine, cache = engine_for(token_budget=8)
+    with faulty(random.Random(1), late=1.0, delay=0.1, lanes=("save",)) as faults:
+        faults.broken["save"] = 1  # the copy of the first block's first half fails
+        ask(engine, PROMPT[:40], 1)
+        wait_until_idle(engine)
+    assert found(engine, PROMPT[:40]) == 0 and engine.counts["drops"] == 1
+    assert not cache.store.pool.block_of, "later blocks are not found, either"
+    evict(engine)
+    again = ask(engine, PROMPT[:40], 8)
+    assert ORACLE.judge(again) == "equal" and again.source == "miss"
+    assert found(engine, PROMPT[:40]) == 32, "blocks are saved when they are computed again"
+    check_pools(engine)

@@ -21,7 +21,7 @@ class Lane:
     """Replaces a link's copies: records each transfer, and copies at once or when a test calls `deliver`."""
 
     def __init__(self, link, at_once=True):
-        self.link, self.at_once, self.sent, self.waiting = link, at_once, [], []
+        self.link, self.at_once, self.sent, self.waiting, self.failing = link, at_once, [], [], False
         link.copy = self.copy
 
     def copy(self, dst, src, label, pairs):
@@ -38,7 +38,7 @@ class Lane:
         for transfer, dst, src in self.waiting[:count]:
             for to, out_of in zip(dst, src, strict=True):
                 to.copy_(out_of)
-            transfer.finish(transfer.issued, transfer.issued)
+            transfer.finish(transfer.issued, transfer.issued, OSError("broken") if self.failing else None)
         del self.waiting[:count]
         self.link.wake()
 
@@ -241,3 +241,26 @@ def test_an_exception_in_one_callback_stops_no_other_and_no_closing(caplog):
         with pytest.raises(ZeroDivisionError):
             cache.close()
         assert getattr(cache, closes).closed.is_set()
+
+
+def test_a_failed_copy_is_made_again():
+    engine, cache, save, _ = engine_for(save=False)
+    save.failing = True
+    ask(engine, PROMPT)
+    save.deliver()
+    check_pools(engine)
+    assert not cache.host.block_of and not cache.saving
+    save.failing = False
+    ask(engine, PROMPT)
+    assert save.labels == ["save 6"] * 2 and not cache.host.block_of, "blocks are not found before they have arrived"
+
+
+def test_a_failed_save_begins_again_at_the_next_step():
+    engine, _, save, _ = engine_for(save=False)
+    save.failing = True
+    engines.submit(engine, Request(PROMPT, 4), steps=1)
+    save.deliver()
+    save.failing = False
+    for _ in range(2):
+        engine.step()
+    assert save.labels == ["save 6"] * 2

@@ -180,7 +180,7 @@ def test_a_last_block_that_must_be_computed_delays_no_request():
     assert_equal(asked)
 
 
-def test_who_decodes_goes_first_and_prefill_gets_the_rest_of_the_budget():
+def test_decoding_requests_go_first_and_prefill_gets_the_rest_of_the_budget():
     engine, rng = watched(token_budget=16), random.Random(5)
     decoding = [Request(draw(rng, 4), 30) for _ in range(3)]
     engines.submit(engine, *decoding, steps=1)
@@ -207,7 +207,7 @@ def test_requests_start_in_their_order_and_at_most_max_running_run():
 
 
 @pytest.mark.parametrize("length, found", [(1, 0), (16, 0), (17, 16), (32, 16), (33, 32), (48, 32)])
-def test_what_is_found_ends_at_a_block_and_the_last_token_is_computed(length, found):
+def test_a_hit_ends_at_a_block_and_the_last_token_is_computed(length, found):
     engine, prompt = watched(), draw(random.Random(length), length)
     ask(engine, prompt, 1)
     again = ask(engine, prompt, 1)
@@ -216,7 +216,7 @@ def test_what_is_found_ends_at_a_block_and_the_last_token_is_computed(length, fo
     assert_equal([again])
 
 
-def test_blocks_that_an_answer_has_filled_go_after_what_was_used_before():
+def test_blocks_of_an_answer_go_after_what_was_used_before():
     engine, rng = make(blocks=6), random.Random(8)
     ask(engine, draw(rng, 33), 1)
     newer = ask(engine, draw(rng, 17), 16)

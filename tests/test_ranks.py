@@ -18,6 +18,7 @@ import torch
 from conftest import write_model
 
 from common import store
+from common.link import Transfer, TransferError
 from common.requests import Request
 from shell import checkpoint, cli, limits, ranks
 from tests.support import engines, forked, serving
@@ -73,7 +74,7 @@ def test_another_number_of_ranks_finds_the_pages(tmp_path):
 def sharding(rank: int, count: int):
     """Return the Sharding of one rank of `count`, without the other ranks."""
     alone = ranks.Ranks()
-    alone.rank, alone.count = rank, count
+    alone.rank, alone.count, alone.all_true = rank, count, bool
     return ranked.Sharding(alone)
 
 
@@ -235,3 +236,18 @@ def test_no_rank_outlives_the_rank_that_started_it(tmp_path):
     first.kill()
     first.join()
     serving.eventually(lambda: not found("-s", session))
+
+
+def test_all_ranks_learn_of_a_failed_copy_after_the_last_layer():
+    engine, copies = engines.make(cache := ranked.KVCache(ranks.Ranks(), 64, 1e9)), []
+    for error, *number in (None, lambda value: 7), (OSError(),), (None,):
+        copies.append(cache.agree_on(Transfer("load", "layer 2"), *number))
+        assert copies[-1].local_state() == ranked.ON_ITS_WAY
+        copies[-1].own.finish(0.0, 0.0, error)
+        copies[-1].restoration, cache.until[engine] = engine, 1e9  # the engine stands for a restoration
+    assert [copy.local_state() for copy in copies] == [ranked.ARRIVED + 7, ranked.FAILED, ranked.ARRIVED], "a failed copy does not count as arrived"
+    cache.ranks.all_true = lambda here: False  # as if a copy had failed on another rank
+    assert copies[2].queue_wait(), "ranks agree after the last layer only"
+    copies[2].last = True
+    with pytest.raises(TransferError):
+        copies[2].queue_wait()

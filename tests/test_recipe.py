@@ -4,7 +4,6 @@ import re
 
 from conftest import ROOT
 
-from shell import charts
 from tests.support import forked
 from tests.support.serving import Client, eventually
 
@@ -23,7 +22,7 @@ def test_one_process_prefills_and_another_process_decodes(tmp_path):
         here, there = (Client(int(re.search(r"http://\S+:(\d+)", path.read_text())[1])) for path in said)
         first = here.ask("/generate", dict(body, max_tokens=1)).json
         pages = (first["usage"]["prompt_tokens"] - 1) // 16
-        eventually(lambda: charts.counters(here)["storage_pages_written"] >= pages)
+        eventually(lambda: here.counters()["storage_pages_written"] >= pages)
         second = there.ask("/generate", dict(body, max_tokens=16)).json
         assert first["source"] == "miss" and second["found"] == {"storage": pages * 16}
         assert second["text"] == "The code of the gate is 4821." and second["tokens"][:1] == first["tokens"]

@@ -151,8 +151,7 @@ REFUSED = [  # (route, status, words of the error, bodies); a body in bytes is s
     (CHATS, 400, "include_obfuscation must be", [dict(CHAT, stream_options=dict(include_obfuscation=True))]),
     (CHATS, 400, "max_completion_tokens must be", [dict(CHAT, max_completion_tokens=0)]),
     (TEXTS, 400, "add_special_tokens must be true:", [dict(TEXT, add_special_tokens=False)]),
-    *((CHATS, 400, f"{name} must be {json.dumps(value)}:", [{**CHAT, name: ["other"]}])
-      for value, names in openai.NEUTRAL for name in names.split()),
+    *((CHATS, 400, f"{name} must be {json.dumps(value)}:", [{**CHAT, name: ["other"]}]) for name, value in openai.NEUTRAL.items()),
 ]
 
 

@@ -62,7 +62,7 @@ class Changing:
         self.flops = partial(flops, tiny_model().config)
         self.match = Match(192, loading, [], {"cpu": 192})
         self.estimates = Estimates(SimpleNamespace(fastest=self.flops(0, 192) / computing, flops=self.flops))
-        self.estimates.attach(make())
+        self.estimates.engine = make()
 
     def prefill(self, seconds: float, rows: int = 192):
         self.estimates.learn([(Request([0] * 192, 1, computed=192), rows)], seconds)
