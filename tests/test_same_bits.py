@@ -53,7 +53,7 @@ def test_every_family_keeps_its_bits_in_any_batch(family, dtype):
     for neighbours, budget in (0, 512), (0, 37), (1, 512), (3, 64), (7, 1024):
         engine = watch(paged.Engine(paged.Runner(model, 200), None, budget), counts)
         engine.generate([Request(marked, 8), *(Request(one, 9, options=dict(cache_salt="a")) for one in others[:neighbours])])
-    assert counts["compared"] > 10**6 and not counts["different"], counts
+    assert counts["compared"] > 10**5 and not counts["different"], counts
 
 
 def test_a_decoded_token_has_the_logits_of_a_prefill():
