@@ -40,7 +40,7 @@ from itertools import takewhile
 
 import torch
 
-from common.llama import KEYS, attention, causal_mask, upload
+from common.llama import attention, causal_mask, upload, whole_blocks
 from common.prefixes import BlockKey, BlockKeys
 from common.requests import Interrupted, Request, RequestQueue, Unavailable, in_words
 from common.sampling import draw, likeliest
@@ -206,25 +206,25 @@ class Batch:
                 last.append(len(positions) - 1)
         tables = [request.table[: pool.num_blocks(request.next + count)] for request, count in self.work]
         keys = self.work[num_padded - 1][0].next + 1 if num_padded else 0
-        self.padded = keys + -keys % (KEYS if same_bits else 1)  # tokens of each padded read
+        keys = whole_blocks(keys) if same_bits else keys  # of each padded read
         for table in tables[:num_padded]:
-            table += table[:1] * (pool.num_blocks(self.padded) - len(table))
+            table += table[:1] * (pool.num_blocks(keys) - len(table))
         lists = [tokens, positions, slots, last, *tables]  # upload once: each upload to a GPU takes 10 us
         flat = upload([number for numbers in lists for number in numbers], device)
         numbers = flat.split_with_sizes([*map(len, lists)])
         # [T] each; `last_rows` [R] are the rows to sample from
         self.tokens, self.positions, self.slots, self.last_rows = numbers[:4]
-        self.reads = self.plan_reads(num_padded, tables, numbers[4:])
+        self.reads = self.plan_reads(num_padded, keys, tables, numbers[4:])
 
-    def plan_reads(self, num_padded: int, tables: list[list[int]], uploaded: tuple[torch.Tensor, ...]):
-        """Plan which slots each row reads. The first `num_padded` requests share one read, and each other
-        request has its own.
+    def plan_reads(self, num_padded: int, keys: int, tables: list[list[int]], uploaded: tuple):
+        """Plan which slots each row reads. The first `num_padded` requests share one read of `keys` tokens
+        each, and each other request has its own.
 
         `tables` and `uploaded`: the block tables on the host and on the device. Returns: a list of (rows,
         slots, mask). `slots` is a slice if the blocks are adjacent, else a tensor."""
         pool, row, reads = self.pool, num_padded, []
         if num_padded:
-            reads.append((slice(0, row), *self.read_padded(torch.stack(uploaded[:row]))))
+            reads.append((slice(0, row), *self.read_padded(torch.stack(uploaded[:row]), keys)))
         for (request, count), table, there in list(zip(self.work, tables, uploaded))[num_padded:]:
             first, end = table[0] * pool.block_size, request.next + count
             adjacent = table == list(range(table[0], table[0] + len(table)))
@@ -234,12 +234,12 @@ class Batch:
             row += count
         return reads
 
-    def read_padded(self, tables: torch.Tensor):
-        """Gather the contexts of requests that compute one token each.
+    def read_padded(self, tables: torch.Tensor, keys: int):
+        """Gather the contexts of requests that compute one token each, padded to `keys` tokens (S).
 
         `tables` [B, blocks]. Returns: slots [B, S] and mask [B, 1, 1, S]. Padding points at a slot that was
         written, because a masked NaN would still make the sum NaN."""
-        slots = self.pool.slots(tables)[:, : self.padded]  # [B, S]
+        slots = self.pool.slots(tables)[:, :keys]  # [B, S]
         is_future = torch.arange(slots.shape[1], device=slots.device) > self.positions[: len(tables), None]
         mask = torch.zeros_like(is_future, dtype=self.pool.memory.dtype).masked_fill_(is_future, -math.inf)
         return slots.where(mask == 0, slots[:, :1]), mask[:, None, None]

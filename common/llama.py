@@ -141,6 +141,11 @@ class Layer(nn.Module):
 KEYS, ROWS = 512, 4
 
 
+def whole_blocks(keys: int) -> int:
+    """-> `keys` rounded up to whole blocks. Up to 128 keys are added in the same order without the rest."""
+    return 128 if keys <= 128 else keys + -keys % KEYS
+
+
 def attention(q, k, v, mask):
     """Compute attention of q [T, H, hd] over k, v [S, KVH, hd]; or of each row over its own k, v
     [T, S, KVH, hd].
@@ -148,8 +153,7 @@ def attention(q, k, v, mask):
     `mask` is added to the scores, and may have more keys than k. None means causal, except that a single row
     attends to everything. The KV heads are not copied for the query heads that share them. Returns:
     [T, H, hd]."""
-    on_cpu = q.device.type == "cpu"
-    if on_cpu and mask is not None and (more := mask.shape[-1] - k.shape[-3]):
+    if mask is not None and (more := mask.shape[-1] - k.shape[-3]):
         k, v = (torch.cat((side, side.new_zeros(more, *side.shape[1:]))) for side in (k, v))
     if alone := k.ndim == 4 or len(q) == 1:      # one token per row: a group of heads acts as queries
         shape = len(q), -1, *k.shape[-2:]
@@ -158,7 +162,7 @@ def attention(q, k, v, mask):
     else:
         rows, k, v = (side.transpose(0, 1)[None] for side in (q, k, v))          # [1, heads, tokens, hd] each
     count, causal, gqa = rows.shape[2], mask is None and not alone, k.shape[1] != rows.shape[1]
-    if on_cpu and count % ROWS:
+    if q.device.type == "cpu" and count % ROWS:
         rows = F.pad(rows, (0, 0, 0, -count % ROWS))
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
     out = out[:, :, :count]
@@ -171,13 +175,13 @@ def causal_mask(count: int, end: int, device, dtype, same_bits: bool = False):
     It is 0 up to a row's own position, and minus infinity after it. Returns None if no mask is needed: a
     single row attends to everything (without `same_bits`), and attention over a whole sequence is causal by
     default."""
-    rows, keys = (ROWS if count > 1 else 1, KEYS) if device.type == "cpu" else (1, 1)
-    if count == 1 and not same_bits or count == end and end % keys == 0:
+    on_cpu = device.type == "cpu"
+    if count == 1 and not same_bits or count == end and (not on_cpu or end % KEYS == 0):
         return None
     if device.type == "cuda" and dtype.itemsize == 2:      # flash attention takes no mask tensor
         from torch.nn.attention.bias import causal_lower_right  # a slow import (1 s)
         return causal_lower_right(count, end)
-    shape = count + -count % rows, end + -end % keys
+    shape = (count + -count % ROWS if count > 1 else 1, whole_blocks(end)) if on_cpu else (count, end)
     return torch.full(shape, -math.inf, dtype=dtype, device=device).triu_(end - count + 1)
 
 

@@ -81,7 +81,6 @@ class Request:
     prompt_tokens: int = field(init=False)
     new: list[int] = field(default_factory=list)                # the answer's tokens so far
     times: list[float] = field(default_factory=list)            # perf_counter() of each of `new`
-    logits: list[torch.Tensor] = field(default_factory=list)    # for `observe`
     finish_reason: str | None = None                            # "stop" (end token, stop string) or "length"
     outcome: str | Exception | None = None                      # its finish_reason, or why it failed
     pieces: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)

@@ -13,7 +13,7 @@ REFUSED = ("--same-bits cannot be promised here: the results of this processor's
            "number of rows or threads; leave the option out.")
 TOKENS, ROWS = 700, 67      # of the attention and of the products that are computed in one piece and in parts
 # (rows, tokens) of portions that end inside a block of keys or at its end, and inside a block of rows
-PORTIONS = (1, 60), (1, TOKENS), (2, 300), (12, KEYS), (99, 612), (300, 300)
+PORTIONS = (1, 60), (1, TOKENS), (2, 300), (12, KEYS), (99, 612), (100, 100), (300, 300)
 
 
 @torch.inference_mode()

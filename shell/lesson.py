@@ -32,7 +32,12 @@ def prepare(arguments):
     global ROUNDS
     ROUNDS = arguments.rounds
     if arguments.same_bits:
-        Request.observe = lambda request, logits: request.logits.append(logits.clone())
+        Request.observe = keep_logits
+
+
+def keep_logits(request: Request, logits: torch.Tensor):
+    """Append a new token's logits [V] to `request.logits`."""
+    request.logits = [*getattr(request, "logits", ()), logits.clone()]
 
 
 def context(model, frontend: Frontend) -> int:

@@ -8,7 +8,6 @@ from torch import nn
 
 from common.llama import ROWS, Linear
 
-
 class FastLinear(Linear):
     """A linear layer y = x W^T + b that chooses the fastest product on a CPU.
 
@@ -32,21 +31,27 @@ class FastLinear(Linear):
             parts = self.weight.unflatten(0, (count, -1))              # [parts, outputs / parts, inputs]
             out = torch.bmm(parts, x.t().expand(count, -1, -1)).view(1, -1)
             return out if self.bias is None else out + self.bias
-        padded = F.pad(x, (0, 0, 0, -rows % ROWS)) if rows % ROWS else x
-        padded, bias = padded.to(self.kind), None if self.bias is None else self.bias.to(self.kind)
+        padded, weight, bias = x, self.weight, self.bias
+        if rows == 1:
+            padded = x.expand(ROWS, -1)
+        elif rows % ROWS:
+            padded = F.pad(x, (0, 0, 0, -rows % ROWS))
+        if self.kind != x.dtype:
+            padded, bias = padded.to(self.kind), None if bias is None else bias.to(self.kind)
+            weight = weight.to(self.kind) if self.reordered is None else weight
         if self.reordered is None:
-            out = F.linear(padded, self.weight.to(self.kind), bias)
+            out = F.linear(padded, weight, bias)
         else:
-            out = torch.ops.mkldnn._linear_pointwise(padded, self.reordered, bias, "none", [], "")
-        return out[:rows].to(x.dtype)
+            out = torch.ops.mkldnn._linear_pointwise.default(padded, self.reordered, bias, "none", [], "")
+        out = out if len(out) == rows else out[:rows]
+        return out if self.kind == x.dtype else out.to(x.dtype)
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
     """-> the dtype in which numbers of `dtype` are multiplied. It is float32 if this processor has no
     instructions for `dtype`, because products without them take several times as long."""
-    has = {torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-           torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported}
-    return dtype if dtype not in has or has[dtype]() else torch.float32
+    asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return dtype if dtype not in asked or getattr(torch.ops.mkldnn, asked[dtype])() else torch.float32
 
 
 def speed_up(model: nn.Module, copies: bool, same_bits: bool = False):

@@ -14,7 +14,7 @@ import torch
 
 from common.llama import Llama
 from common.requests import Request
-from shell import checkpoint
+from shell import checkpoint, lesson
 from shell.linear import speed_up
 from tests.support import engines
 from tests.support.engines import baseline, draw, paged
@@ -33,7 +33,7 @@ def exact_model(dtype: torch.dtype, on_host=False, **more) -> Llama:
 def kept_logits():
     """Context manager: requests keep the logits of their tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Request, "observe", lambda request, logits: request.logits.append(logits.clone()))
+        patch.setattr(Request, "observe", lesson.keep_logits)
         yield
 
 
@@ -57,7 +57,7 @@ def compare(engine, request: Request, counts: Counter):
         end = min(prompt, start + baseline.PREFILL) if start < prompt else start + 1
         row = baseline.forward(model, cache, tokens[start:end], start)  # [V]
         logits += [row] * (end >= prompt)
-    pairs = list(zip(request.logits, logits))
+    pairs = list(zip(getattr(request, "logits", ()), logits))
     if engine.pool.memory is not None:
         slots = engine.pool.slots(torch.tensor(request.table))[: request.computed]
         sides = torch.stack((cache.k, cache.v), 1).transpose(2, 3)[:, :, : request.computed]  # [L, 2, T, KVH, hd]
