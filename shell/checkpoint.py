@@ -29,6 +29,7 @@ from shell.config import ModelError, read_config
 from shell.families import FamilyConfig, layer_of
 from shell.linear import speed_up
 from shell.pieces import Pieces
+from shell.tokenizer import plain_tokenizer
 
 CLASSROOM = Path(__file__).resolve().parent.parent / "models" / "classroom"
 ALIASES = {"classroom": str(CLASSROOM), "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
@@ -199,9 +200,11 @@ def read_tokenizer(folder: Path):
     if not (folder / "tokenizer.json").exists():
         raise ModelError(f"{folder} has no tokenizer.json; to make one from a tokenizer.model, call "
                          "AutoTokenizer.from_pretrained of transformers, then save_pretrained.")
-    from transformers import PreTrainedTokenizerFast
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(
-        str(folder), local_files_only=True, model_max_length=1 << 40)       # the context is checked elsewhere
+    tokenizer = plain_tokenizer(folder, read_json(folder / "tokenizer_config.json"))
+    if tokenizer is None:
+        from transformers import PreTrainedTokenizerFast
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            str(folder), local_files_only=True, model_max_length=1 << 40)   # the context is checked elsewhere
     if isinstance(template := tokenizer.chat_template, str):
         tokenizer.chat_template = template.removeprefix("\ufeff")           # a file's byte order mark
     return tokenizer

@@ -48,11 +48,11 @@ def test_the_tokenizer_is_the_shipped_one_splits_digits_and_rows_are_what_its_ch
     shipped = checkpoint.read_tokenizer(FOLDER)
     text = "The code of the gate is 4821. Zoë, 😀!"
     assert shipped.encode(text) == rows.tokenizer.encode(text).ids
-    assert len(shipped) == 1024 and shipped.decode(shipped.encode(text)) == text
+    assert shipped.backend_tokenizer.get_vocab_size() == 1024 and shipped.decode(shipped.encode(text)) == text
     assert len(shipped.encode("4821")) == 4
     for role in ("system", "user", "assistant"):
-        written = shipped.apply_chat_template([dict(role=role, content="Hello!")], return_dict=False)
-        assert written == rows.message(role, "Hello!")
+        written = shipped.apply_chat_template([dict(role=role, content="Hello!")])
+        assert shipped.encode(written) == rows.message(role, "Hello!")
 
 
 def test_the_loss_counts_the_words_of_the_assistant_and_the_end_of_its_answer(rows):
