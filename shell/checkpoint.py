@@ -11,6 +11,7 @@ Weights are read one tensor at a time. On a CPU, linear layers get a second copy
 layout (shell/linear.py), if there is enough free memory for it.
 """
 import ctypes
+import gc
 import hashlib
 import json
 import os
@@ -80,6 +81,8 @@ def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = F
         hint = f"run git lfs pull, which fetches {', '.join(pointers)}." if pointers else "is it whole?"
         words = " ".join(str(error).split())[:300]
         raise ModelError(f"{name} cannot be loaded ({kind}: {words}); {hint} {OFFLINE}") from error
+    finally:
+        gc.enable()         # shell/start.py disables it
 
 
 def read_model(name: str, dtype: str, device: str, on_host: bool, sharding):
