@@ -30,8 +30,8 @@ class PlainTokenizer:
 
     def __init__(self, backend: Tokenizer, named: dict[str, str], chat_template: str | None):
         self.backend_tokenizer, self.named, self.chat_template = backend, named, chat_template
-        self.bos_token_id, self.eos_token_id = (
-            backend.token_to_id(named.get(name, "")) for name in ("bos_token", "eos_token"))
+        ids = {name: backend.token_to_id(token) for name, token in named.items()}
+        self.bos_token_id, self.eos_token_id = ids.get("bos_token"), ids.get("eos_token")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
