@@ -129,6 +129,14 @@ class Theirs(Server):
         self.post(f"/slots/0?action={action}", filename="slot.bin")
 
 
+def started(stack: ExitStack, prompt: list[int], kind, *arguments) -> Server:
+    """Start a server, which ends with `stack`, and ask it once."""
+    server = kind(*arguments)
+    stack.callback(server.close)
+    server.first(prompt)
+    return server
+
+
 def taken(server: Server, work) -> dict:
     """Time `work()`, which returns what `ask` returns. Returns: that, with ms of wall and of processor time."""
     busy, began = server.seconds(), time.perf_counter()
@@ -172,11 +180,9 @@ def hits(model, arguments):
     blocks = 3 * -(-max(arguments.tokens) // 16) + 8
     with ExitStack() as stack:
         folders = {system: stack.enter_context(tempfile.TemporaryDirectory()) for system in (THEIRS, *OPTIONS)}
-        servers = {THEIRS: Theirs(1, context, folders[THEIRS])}
-        servers |= {system: Ours(system, arguments.name, blocks, folders[system]) for system in OPTIONS}
-        for server in servers.values():
-            stack.callback(server.close)
-            server.first(draw(SHORT))
+        servers = {THEIRS: started(stack, draw(SHORT), Theirs, 1, context, folders[THEIRS])}
+        for system in OPTIONS:
+            servers[system] = started(stack, draw(SHORT), Ours, system, arguments.name, blocks, folders[system])
         for tokens in arguments.tokens:
             found = {what: {system: [] for system in servers} for what in ("computed", "host memory", "files")}
             for _ in range(arguments.rounds + 1):
@@ -217,10 +223,8 @@ def decoding(model, arguments):
     """Yield rows of one request and of AT_ONCE at once, per new token, then of peak memory."""
     draw = texts(arguments.name, 1)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        servers = {THEIRS: Theirs(AT_ONCE, 2 * (SHORT + NEW), folder), "03": Ours("03", arguments.name, AT_ONCE * 16, folder)}
-        for server in servers.values():
-            stack.callback(server.close)
-            server.first(draw(SHORT))
+        servers = {THEIRS: started(stack, draw(SHORT), Theirs, AT_ONCE, 2 * (SHORT + NEW), folder),
+                   "03": started(stack, draw(SHORT), Ours, "03", arguments.name, AT_ONCE * 16, folder)}  # fmt: skip
 
         def ask(server: Server, prompts: list) -> dict:
             with ThreadPoolExecutor(len(prompts)) as clients:
@@ -241,7 +245,7 @@ def start(model, arguments):
         makers = {THEIRS: partial(Theirs, 1, model.config.max_position_embeddings, folder),
                   "03": partial(Ours, "03", arguments.name, 64, folder)}  # fmt: skip
 
-        def started(make) -> dict:
+        def once(make) -> dict:
             began, server = time.perf_counter(), make()
             try:
                 answer = server.first(draw(SHORT))
@@ -249,7 +253,7 @@ def start(model, arguments):
             finally:
                 server.close()
 
-        yield from rows("start", lesson.in_turn({name: partial(started, make) for name, make in makers.items()}, arguments.rounds))
+        yield from rows("start", lesson.in_turn({name: partial(once, make) for name, make in makers.items()}, arguments.rounds))
 
 
 PARTS = {part.__name__: (part, [measure.TRAINED]) for part in (hits, decoding, start)}

@@ -15,6 +15,7 @@ import gc
 import hashlib
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -256,17 +257,21 @@ def read_tensors(names, whole: dict, found: dict, config: LlamaConfig, digest):
     if len(both) == 2 and not torch.equal(*(read_tensor(found[name], name) for name in both)):
         raise ModelError(f"{TIED[1]} is not the embedding that config.json ties it to; correct "
                          f"tie_word_embeddings in {found[both[0]].parent}.")
-    for name in names:
-        source = both[0] if both and name in TIED else name
-        if source not in found:
-            raise ModelError(f"The model lacks {name}; it is incomplete: copy or download it again.")
-        tensor, shape = read_tensor(found[source], source), whole[name].shape
-        if tensor.shape != shape:
-            raise ModelError(f"{found[source]}: {source} is {[*tensor.shape]}; config.json says {[*shape]}.")
-        if not (both and name == TIED[1]):      # ranks shard two tied weights differently: hash one
-            digest.update(f"{name} {tensor.dtype}".encode())
-            digest.update(tensor.flatten().view(torch.uint8).numpy())
-        yield name, tensor
+    with ThreadPoolExecutor(1) as thread:       # it hashes one tensor while the caller copies it
+        hashing = thread.submit(int)
+        for name in names:
+            source = both[0] if both and name in TIED else name
+            if source not in found:
+                raise ModelError(f"The model lacks {name}; it is incomplete: copy or download it again.")
+            tensor, shape = read_tensor(found[source], source), whole[name].shape
+            if tensor.shape != shape:
+                sizes = f"{source} is {[*tensor.shape]}; config.json says {[*shape]}"
+                raise ModelError(f"{found[source]}: {sizes}.")
+            hashing.result()
+            if not (both and name == TIED[1]):  # ranks shard two tied weights differently: hash one
+                digest.update(f"{name} {tensor.dtype}".encode())
+                hashing = thread.submit(digest.update, tensor.flatten().view(torch.uint8).numpy())
+            yield name, tensor
 
 
 def read_tensor(path: Path, name: str) -> torch.Tensor:

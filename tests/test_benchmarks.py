@@ -222,6 +222,10 @@ def test_a_peer_is_asked_the_same_in_turn_and_its_tables_have_all_that_was_measu
     ours, theirs = ({tuple(fields["prompt"]) for command, _, fields in peer if "prompt" in fields and (command[0] == "llama-server") == is_theirs and len(fields["prompt"]) == 40}
                     for is_theirs in (False, True))  # fmt: skip
     assert ours < theirs, "llama.cpp is also asked what takes its slot"
+    actions = [path.partition("=")[2] for _, path, _ in peer if path.startswith("/slots/0")]
+    assert actions == ["save", "erase", "restore"] * 6
+    evicted = {system: [fields["tier"] for command, path, fields in peer if path == "/evict" and command[1].startswith(system)] for system in peers.OPTIONS}
+    assert evicted == {"03": ["device"] * 6, "04": ["device", "device", "host"] * 6, "06": ["device"] * 6, "07": ["device", "device", "host"] * 6}
 
 
 def test_without_the_peer_one_sentence_says_what_to_install(monkeypatch, capsys):
