@@ -12,7 +12,8 @@ decoding   one request, and sixteen at once, each with 64 tokens of a prompt and
 start      from the start of the process to the first answer.
 
 All servers use the processor alone, as many threads as PyTorch, and K and V in float32. llama.cpp multiplies
-the 4-bit weights of the GGUF file, and ours the same weights in float32. Each figure is the wall time that a
+the 4-bit weights of the GGUF file, and ours the same weights in float32. Its package uses AVX2, and PyTorch also
+AVX-512. Each figure is the wall time that a
 client sees, and the processor time of the server's process, which another busy process changes less. Ratios
 are ours over llama.cpp's, round by round. Peak memory is VmHWM in /proc, when a part ends."""
 
