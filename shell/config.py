@@ -77,8 +77,9 @@ def plain_llama(raw: dict) -> SimpleNamespace | None:
     rope = {"rope_type": "default", "rope_theta": fields["rope_theta"], **(raw.get("rope_parameters") or {})}
     sizes = [raw.get(name) for name in NUMBERS[:7]]
     whole = raw.get("rms_norm_eps") and all(type(size) is int and size > 0 for size in sizes)
-    unusual = raw["model_type"] != "llama" or any(map(raw.get, UNUSUAL)) or len(rope) > 2
-    if unusual or not whole or sizes[1] % (2 * sizes[4]) or (fields["head_dim"] or 0) % 2:
+    unusual = any(raw.get(name) is not None for name in UNUSUAL) or len(rope) > 2
+    uneven = whole and (sizes[1] % (2 * sizes[4]) or (fields["head_dim"] or 0) % 2)
+    if raw["model_type"] != "llama" or unusual or not whole or uneven:
         return None
     return SimpleNamespace(**fields | {"rope_parameters": rope})
 
