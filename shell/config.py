@@ -75,10 +75,10 @@ def plain_llama(raw: dict) -> SimpleNamespace | None:
     fields = dict(hidden_act="silu", head_dim=None, attention_bias=False, mlp_bias=False,
                   tie_word_embeddings=False, rope_theta=10000.0) | raw
     rope = {"rope_type": "default", "rope_theta": fields["rope_theta"], **(raw.get("rope_parameters") or {})}
-    sizes = [raw.get(name) for name in NUMBERS[:7]]
+    sizes = [*map(raw.get, NUMBERS[:7]), fields["head_dim"] or 2]
     whole = raw.get("rms_norm_eps") and all(type(size) is int and size > 0 for size in sizes)
     unusual = any(raw.get(name) is not None for name in UNUSUAL) or len(rope) > 2
-    uneven = whole and (sizes[1] % (2 * sizes[4]) or (fields["head_dim"] or 0) % 2)
+    uneven = whole and (sizes[1] % (2 * sizes[4]) or sizes[7] % 2)
     if raw["model_type"] != "llama" or unusual or not whole or uneven:
         return None
     return SimpleNamespace(**fields | {"rope_parameters": rope})
