@@ -33,6 +33,7 @@ PARTS = {
     "hybrid_blocks": (6, "--only grid --model classroom --f 1.25 --context 128 --rounds 1"),
     "ranks": (1, "--model classroom --ranks 1 2 --rounds 2"),
     "real_storage": (4, "--model classroom --rounds 1"),
+    "peers": (6, None),
 }
 
 

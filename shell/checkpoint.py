@@ -11,10 +11,12 @@ Weights are read one tensor at a time. On a CPU, linear layers get a second copy
 layout (shell/linear.py), if there is enough free memory for it.
 """
 import ctypes
+import gc
 import hashlib
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,6 +32,7 @@ from shell.config import ModelError, read_config
 from shell.families import FamilyConfig, layer_of
 from shell.linear import product_dtype, speed_up
 from shell.pieces import Pieces
+from shell.tokenizer import plain_tokenizer
 
 CLASSROOM = Path(__file__).resolve().parent.parent / "models" / "classroom"
 ALIASES = {"classroom": str(CLASSROOM), "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0"}
@@ -82,6 +85,8 @@ def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = F
         hint = f"run git lfs pull, which fetches {', '.join(pointers)}." if pointers else "is it whole?"
         words = " ".join(str(error).split())[:300]
         raise ModelError(f"{name} cannot be loaded ({kind}: {words}); {hint} {OFFLINE}") from error
+    finally:
+        gc.enable()         # shell/start.py disables it
 
 
 def read_model(name: str, dtype: str, device: str, on_host: bool, sharding, same_bits: bool):
@@ -220,9 +225,11 @@ def read_tokenizer(folder: Path):
     if not (folder / "tokenizer.json").exists():
         raise ModelError(f"{folder} has no tokenizer.json; to make one from a tokenizer.model, call "
                          "AutoTokenizer.from_pretrained of transformers, then save_pretrained.")
-    from transformers import PreTrainedTokenizerFast
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(
-        str(folder), local_files_only=True, model_max_length=1 << 40)       # the context is checked elsewhere
+    tokenizer = plain_tokenizer(folder, read_json(folder / "tokenizer_config.json"))
+    if tokenizer is None:
+        from transformers import PreTrainedTokenizerFast
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            str(folder), local_files_only=True, model_max_length=1 << 40)   # the context is checked elsewhere
     if isinstance(template := tokenizer.chat_template, str):
         tokenizer.chat_template = template.removeprefix("\ufeff")           # a file's byte order mark
     return tokenizer
@@ -271,17 +278,21 @@ def read_tensors(names, whole: dict, found: dict, config: LlamaConfig, digest):
     if len(both) == 2 and not torch.equal(*(read_tensor(found[name], name) for name in both)):
         raise ModelError(f"{TIED[1]} is not the embedding that config.json ties it to; correct "
                          f"tie_word_embeddings in {found[both[0]].parent}.")
-    for name in names:
-        source = both[0] if both and name in TIED else name
-        if source not in found:
-            raise ModelError(f"The model lacks {name}; it is incomplete: copy or download it again.")
-        tensor, shape = read_tensor(found[source], source), whole[name].shape
-        if tensor.shape != shape:
-            raise ModelError(f"{found[source]}: {source} is {[*tensor.shape]}; config.json says {[*shape]}.")
-        if not (both and name == TIED[1]):      # ranks shard two tied weights differently: hash one
-            digest.update(f"{name} {tensor.dtype}".encode())
-            digest.update(tensor.flatten().view(torch.uint8).numpy())
-        yield name, tensor
+    with ThreadPoolExecutor(1) as thread:       # it hashes one tensor while the caller copies it
+        hashing = thread.submit(int)
+        for name in names:
+            source = both[0] if both and name in TIED else name
+            if source not in found:
+                raise ModelError(f"The model lacks {name}; it is incomplete: copy or download it again.")
+            tensor, shape = read_tensor(found[source], source), whole[name].shape
+            if tensor.shape != shape:
+                sizes = f"{source} is {[*tensor.shape]}; config.json says {[*shape]}"
+                raise ModelError(f"{found[source]}: {sizes}.")
+            hashing.result()
+            if not (both and name == TIED[1]):  # ranks shard two tied weights differently: hash one
+                digest.update(f"{name} {tensor.dtype}".encode())
+                hashing = thread.submit(digest.update, tensor.flatten().view(torch.uint8).numpy())
+            yield name, tensor
 
 
 def read_tensor(path: Path, name: str) -> torch.Tensor:

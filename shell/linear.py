@@ -8,6 +8,7 @@ from torch import nn
 
 from common.llama import ROWS, Linear
 
+
 class FastLinear(Linear):
     """A linear layer y = x W^T + b that chooses the fastest product on a CPU.
 

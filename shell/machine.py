@@ -14,7 +14,7 @@ from common.llama import attention
 from common.timeline import Clock
 
 ROWS = 512  # tokens in each measured pass
-OPERATIONS = 5e10  # floating-point operations of a whole measurement, which has 8 to 64 rounds
+OPERATIONS = 1e10  # floating-point operations of a whole measurement, which has 6 to 16 rounds
 # Seconds to sleep before each call of a measured work, because a restoration also waits before each layer
 PAUSE = 5e-3
 
@@ -51,7 +51,7 @@ def measure(model, *works) -> tuple[float, ...]:
         next(layers)(hidden, rotation, lambda q, k, v: attention(q, k, v, None))
 
     samples = []
-    for _ in range(1 + int(min(64, max(8, OPERATIONS / operations)))):
+    for _ in range(1 + int(min(16, max(6, OPERATIONS / operations)))):
         marks = []
         for work in prefill, *works:
             time.sleep(PAUSE * (work is not prefill))

@@ -1,15 +1,21 @@
 """Benchmarks, the report of a GPU and the soak, on small models: each part yields rows whose mechanism ran."""
 
 import argparse
+import itertools
 import json
+import sys
+import time
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from conftest import load, write_model
 
-from benchmarks import both_ends, claims, outside, planned, ranks, real_storage, tiered, variants
+from benchmarks import both_ends, claims, outside, peers, planned, ranks, real_storage, tiered, variants
 from common import estimates
 from common.cuda_link import Link
+from common.llama import LlamaConfig
 from common.timeline import Clock
 from shell import checkpoint, machine
 from shell.modelled_link import Bandwidth
@@ -75,6 +81,71 @@ def test_servers_answer_all_rounds_of_sessions(monkeypatch, tmp_path):
     rows = [*outside.sessions(model, argparse.Namespace(name="classroom"))]
     assert [(row["system"], row["rate"], row["requests"]) for row in rows] == [(name, 16.0, 4) for name in ("02", "03", "04", "05")]
     assert [row["restored"] > 0 for row in rows] == [False, True, True, True]
+
+
+@pytest.fixture
+def peer(monkeypatch, tmp_path):
+    """Replace all servers of `peers` by one that answers as llama.cpp's server and ours do. Yields the list of what was started and
+    posted."""
+    def post(server, path, **fields):
+        calls.append((server.command, path, fields))
+        new, cached = fields.get("max_tokens") or fields.get("n_predict"), 7
+        return dict(tokens=[5] * (new or 0), usage=dict(cached_tokens=cached), tokens_predicted=new, timings=dict(cache_n=cached + 1, prompt_n=9))
+
+    calls, clock = [], itertools.count(step=0.5)
+    for name, folder in ((peers.PEER, tmp_path), (peers.WEIGHTS, tmp_path)):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None, origin=str(folder / "__init__.py"))
+        module.binary_path, module.launch_environment = lambda: "llama-server", dict
+        monkeypatch.setitem(sys.modules, name, module)
+    (tmp_path / "weights.gguf").touch()
+    for name, value in dict(__init__=lambda own, command, environment=None: setattr(own, "command", command), post=post, close=lambda own: None,
+                            seconds=lambda own: next(clock), peak=lambda own: 2e9 if own.command[0] == sys.executable else 1e9).items():  # fmt: skip
+        monkeypatch.setattr(peers.Server, name, value)
+    monkeypatch.setattr(peers.time, "sleep", lambda seconds: None)
+    return calls
+
+
+def test_a_peer_is_asked_the_same_in_turn_and_its_tables_have_all_that_was_measured(peer):
+    model, arguments = SimpleNamespace(config=LlamaConfig(*range(1, 8))), argparse.Namespace(name="classroom", tokens=[40, 60], rounds=2)
+    found = [dict(claim=name, model="m", rows=list(part(model, arguments))) for name, (part, _) in peers.PARTS.items()]
+    rows = [row for entry in found for row in entry["rows"]]
+    timed = [row for row in rows if "wall_ms" in row]
+    assert all(len(row["processor_over"]["samples"]) == 2 and row["processor_ms"]["min"] > 0 for row in timed)
+    assert {(row["what"], row["system"]) for row in timed if row.get("tokens") == 60} == {
+        *(("computed", system) for system in (peers.THEIRS, *peers.OPTIONS)), *(("host memory", system) for system in (peers.THEIRS, "03", "04", "07")),
+        *(("files", system) for system in (peers.THEIRS, "04", "06", "07"))}  # fmt: skip
+    assert {row["cached"] for row in timed if "tokens" in row} == {7, 8} and all(row["processor_ms"]["median"] == 500 for row in timed if "tokens" in row)
+    alone, many = ([row["processor_ms"]["median"] for row in timed if row["what"].startswith(words)] for words in ("one", "16"))
+    assert alone == [500 / 32] * 2 and many == [500 / 32 / 16] * 2
+    assert [row["over"] for row in rows if "bytes" in row] == [1, 2, 2, 2, 2, 1, 2]
+    page = peers.report(found)
+    assert page.count("| llama.cpp |") == 11 and "| 06 | 2000.0 MB | 2.00 |" in page
+    assert "| files, 60 tokens | 06 | 7 | 500 ms | 1.00 (1.00 to 1.00) |" in page
+    ours, theirs = ({tuple(fields["prompt"]) for command, _, fields in peer if "prompt" in fields and (command[0] == "llama-server") == is_theirs and len(fields["prompt"]) == 40}
+                    for is_theirs in (False, True))  # fmt: skip
+    assert ours < theirs, "llama.cpp is also asked what takes its slot"
+    actions = [path.partition("=")[2] for _, path, _ in peer if path.startswith("/slots/0")]
+    assert actions == ["save", "erase", "restore"] * 6
+    evicted = {system: [fields["tier"] for command, path, fields in peer if path == "/evict" and command[1].startswith(system)] for system in peers.OPTIONS}
+    assert evicted == {"03": ["device"] * 6, "04": ["device", "device", "host"] * 6, "06": ["device"] * 6, "07": ["device", "device", "host"] * 6}
+
+
+def test_without_the_peer_one_sentence_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["peers"])
+    monkeypatch.setattr(peers, "PEER", "no_such_package")
+    peers.main()
+    assert capsys.readouterr().out == f"{peers.INSTALL}\n"
+
+
+def test_the_processor_time_and_the_peak_memory_of_another_process_are_read():
+    server = peers.Server([sys.executable, "-c", "import time; bytearray(1 << 27); time.sleep(600)"])
+    try:
+        while server.peak() < 1 << 27:
+            time.sleep(0.01)
+        assert server.seconds() > 0
+    finally:
+        server.close()
 
 
 def test_a_rank_sends_its_bytes_over_its_link(monkeypatch):

@@ -43,12 +43,14 @@ def test_a_question_asks_for_a_fact_with_one_answer():
 
 
 def test_training_uses_the_shipped_tokenizer_and_chat_template(rows):
-    shipped, text = checkpoint.read_tokenizer(FOLDER), "The code of the gate is 4821. Zoë, 😀!"
-    assert shipped.encode(text) == rows.tokenizer.encode(text).ids and len(shipped.encode("4821")) == 4
-    assert len(shipped) == 1024 and shipped.decode(shipped.encode(text)) == text
+    shipped = checkpoint.read_tokenizer(FOLDER)
+    text = "The code of the gate is 4821. Zoë, 😀!"
+    assert shipped.encode(text) == rows.tokenizer.encode(text).ids
+    assert shipped.backend_tokenizer.get_vocab_size() == 1024 and shipped.decode(shipped.encode(text)) == text
+    assert len(shipped.encode("4821")) == 4
     for role in ("system", "user", "assistant"):
-        written = shipped.apply_chat_template([dict(role=role, content="Hello!")], return_dict=False)
-        assert written == rows.message(role, "Hello!")
+        written = shipped.apply_chat_template([dict(role=role, content="Hello!")])
+        assert shipped.encode(written) == rows.message(role, "Hello!")
 
 
 def test_the_loss_counts_the_assistants_words_only(rows):

@@ -286,6 +286,7 @@ PUBLISHED = {
     "SmolLM3": SMOLLM3, "SmolLM3, with biases": SMOLLM3 | dict(attention_bias=True, mlp_bias=True),
     "SmolLM3, by default": dict(model_type="smollm3", num_hidden_layers=4, max_position_embeddings=512, pad_token_id=None, tie_word_embeddings=True),
     "Llama 3.1, saved by 5": LLAMA_3 | NEW | dict(rope_parameters=dict(LLAMA3, rope_theta=5e5), rope_theta=None),
+    "linear under its old name": SEVEN_B | dict(rope_parameters=dict(type="linear", factor=4.0, rope_theta=1e4)),
     "theta in both places": dict(rope_theta=3e4, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
     "llama3 without its original context": dict(rope_theta=5e5, rope_scaling={name: LLAMA3[name] for name in list(LLAMA3)[:4]}),
     "llama3, original context outside": dict(rope_theta=5e5, rope_scaling=LLAMA3, original_max_position_embeddings=128),
@@ -297,7 +298,7 @@ SLIDING = {"Mistral 0.1": 4096, "Mistral without the key": 4096} | dict.fromkeys
 @pytest.mark.parametrize("name, fields", PUBLISHED.items(), ids=PUBLISHED)
 def test_a_published_config_gives_the_tokens_of_transformers(name, fields, tmp_path, capsys):
     raw = raw_config(**fields)  # the published config with smaller sizes
-    weights = dict(num_key_value_heads=None) | raw | dict(initializer_range=0.15)
+    weights = json.loads(json.dumps(dict(num_key_value_heads=None) | raw | dict(initializer_range=0.15)))  # `transformers` changes it
     write_model(tmp_path, weights.pop("model_type"), **weights)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     ours, theirs = load(tmp_path).model, reference_model(str(tmp_path), torch.float32)
@@ -332,12 +333,13 @@ REFUSED = [
     ("num_hidden_layers must be a positive number", dict(num_hidden_layers=0)),
     ("hidden_size", dict(hidden_size=None)),
     ("vocab_size", dict(vocab_size="300")),
-    ("head_dim", dict(head_dim=15)),
+    ("head_dim", dict(head_dim=15)), ("hidden.size.*multiple", dict(hidden_size=62)),
     ("num_attention_heads", dict(num_attention_heads=4, num_key_value_heads=3)),
 ]
 
 
+@pytest.mark.parametrize("rest", [{}, dict(max_position_embeddings=256, rms_norm_eps=1e-5)], ids=["with defaults", "complete"])
 @pytest.mark.parametrize("name, fields", REFUSED, ids=[f"{number} {row[0]}" for number, row in enumerate(REFUSED)])
-def test_an_unsupported_config_is_refused_by_name(name, fields):
+def test_an_unsupported_config_is_refused_by_name(name, fields, rest):
     with pytest.raises(Exception, match=name):
-        read_config(raw_config(num_key_value_heads=4) | fields)
+        read_config(raw_config(num_key_value_heads=4, **rest) | fields)
