@@ -49,7 +49,7 @@ from shell import charts, cli, lesson
 from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
-# A context of more bytes than this (K and V of one layer) gets its own attention call. Padding the other
+# A context whose K and V of one layer take more bytes gets its own attention call. Padding the other
 # contexts to its length would cost more than the extra call
 PAD_LIMIT = {"cpu": 1 << 20, "cuda": 1 << 24}
 
@@ -62,8 +62,8 @@ class BlockPool:
                            referenced <---share--- cached
         free <-----------------------------evict-- cached
 
-    A block is an int; `memory`, if any, has its contents. Block tables reference a block, and so do copies
-    that still read or write it. Cached blocks are evicted in the order in which their keys were last used.
+    A block is an int; `memory`, if any, has its contents. Block tables reference blocks, and so do unfinished
+    copies. Cached blocks are evicted in the order in which their keys were last used.
     `block_of` has this order: the least recently used key comes first."""
 
     def __init__(self, blocks: int, block_size: int, memory: torch.Tensor | None = None):
@@ -103,7 +103,7 @@ class BlockPool:
         """Reference `count` free blocks. Evict the least recently used cached blocks if too few are free.
 
         The caller must check that `count` blocks are `available`. `after`: the block that precedes the new
-        ones in the block table. `room`: how many more blocks the request may need, these included.
+        ones in the block table. `room`: blocks that the request may still need, including these.
 
         Adjacent blocks are read and copied in one piece. Therefore, first try the blocks that follow `after`
         in memory. Then try a free run of `room` blocks, so that the request's later blocks can be adjacent;
@@ -160,7 +160,7 @@ class BlockPool:
         return [self.block_of[block_key] for block_key in takewhile(self.block_of.__contains__, chain)]
 
     def use(self, chain: list[BlockKey]):
-        """Mark the blocks of a chain as the most recently used. Of these, the last one is evicted first."""
+        """Mark the blocks of a chain as the most recently used. The end of the chain is evicted first."""
         for block_key in filter(self.block_of.__contains__, reversed(chain)):
             self.block_of.move_to_end(block_key)
 
@@ -189,8 +189,8 @@ class Batch:
     read: they may hold NaN, and 0 * NaN is NaN."""
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]], same_bits: bool = False):
-        """`work`: (request, tokens) pairs: how many of its next tokens each request computes. `same_bits`: of
-        the model."""
+        """`work`: (request, count) pairs: each request computes its next `count` tokens. `same_bits`: see
+        Llama."""
         self.pool, self.same_bits, device = pool, same_bits, pool.memory.device
         self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].next))  # requests of one token first
         most = PAD_LIMIT[device.type] * len(pool.memory) * pool.block_size // pool.block_bytes  # tokens
@@ -217,8 +217,8 @@ class Batch:
         self.reads = self.plan_reads(num_padded, keys, tables, numbers[4:])
 
     def plan_reads(self, num_padded: int, keys: int, tables: list[list[int]], uploaded: tuple):
-        """Plan which slots each row reads. The first `num_padded` requests share one read of `keys` tokens
-        each, and each other request has its own.
+        """Plan which slots each row reads. The first `num_padded` requests share one read, padded to `keys`
+        tokens. Each other request has its own.
 
         `tables` and `uploaded`: the block tables on the host and on the device. Returns: a list of (rows,
         slots, mask). `slots` is a slice if the blocks are adjacent, else a tensor."""
@@ -462,8 +462,8 @@ class Engine(RequestQueue):
     def append_block(self, request: Request) -> bool:
         """Give the request one more block. If none is available, preempt the newest running request first.
 
-        Returns: False if there is still no block, because the newest request is this one, or because copies
-        still reference the blocks of the preempted one."""
+        Returns: False if it got none: it is the newest request itself, or copies still reference the
+        preempted request's blocks."""
         if not self.pool.available:
             newest = self.running[-1]
             self.counts["preemptions"] += 1
@@ -508,7 +508,7 @@ class Engine(RequestQueue):
             self.counts["steps"] += 1
             self.record_step(batch, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
         for request, token, row in zip(requests, tokens, logits):
-            if -1 not in tokens or token == -1:  # NaN: end its request, and run the step again for the others
+            if -1 not in tokens or token == -1:  # NaN: its request ends, and the others repeat the step
                 with self.contain(request):
                     self.answer(request, token, row)
 

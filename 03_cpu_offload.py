@@ -10,11 +10,11 @@ arrives whose prefix is no longer on the device, the blocks of the prefix are co
 copy replaces the forward pass over the prefix.
 
 If other requests can compute while the blocks are copied, they do, and this request joins them when all of
-its layers have arrived. If none can, the forward pass of the new question starts at once, one layer
-behind the copies: layer l is computed while layer l + 1 is copied. The time to first token (TTFT) is then the
+its layers have arrived. If none can, the forward pass of the new question starts at once and follows the
+copies: layer l is computed while layer l + 1 is copied. The time to first token (TTFT) is then the
 slower of copying and computing, plus one layer of the faster one. Without the overlap it would be their sum:
 
-    TTFT = max(link, compute) + one layer of the other
+    TTFT = max(link, compute) + min(link, compute) / layers
 
     link: the bytes of the history / the bandwidth      compute: the forward pass of the question
 
@@ -24,7 +24,7 @@ measured. A prefix is loaded if loading is estimated to take at most 0.8 of the 
 
 `HostCache` is a Cache (common/cache.py): five required methods, and their helpers. The shortest Cache is
 examples/my_cache.py. Two rules hold for every Cache. First, it must keep a reference to all blocks that a
-copy reads or writes (`hold`) until the copy completes, even if the request ends before. Second, `match` must
+copy reads or writes (`hold`) until the copy completes, even if the request ends first. Second, `match` must
 not find a block before its copy has completed.
 
 Sources: two tiers as in "KV Cache CPU Offloading" (part 12 of a series that rebuilds vLLM), which also uses
@@ -123,7 +123,8 @@ class HostCache(Cache):
         return links.host_memory(shape, self.pool.memory.dtype, self.pool.memory.device, "The host pool")
 
     def copy_in(self, request, start: int, host_blocks: list[int]) -> list[links.Transfer]:
-        """Start to copy `host_blocks` into the request's device blocks, from the block of token `start` on.
+        """Start to copy `host_blocks` into the request's device blocks, beginning with the block of token
+        `start`.
 
         Returns: one Transfer per layer. The blocks of both pools are held until all have completed."""
         table = request.table[start // self.pool.block_size :][: len(host_blocks)]

@@ -27,8 +27,8 @@ class Match:
     seconds: float
     blocks: list  # where the tokens are; only the Cache itself reads this
     found: dict[str, int]  # tier (a key of Request.found) -> tokens that come from it
-    rows: int = 0  # rows that `restore` projects or computes in each layer; 0: it only copies
-    # The part of each step (0 to 1) that this request would get if its tokens were computed
+    rows: int = 0  # tokens that `restore` projects or computes per layer; 0: it only copies
+    # This request's share of each step (0 to 1) if its tokens were computed
     share: float = 1.0
 
 
@@ -36,8 +36,8 @@ class Match:
 class Restoration:
     """The restoration of tokens [start, end) of one request.
 
-    The Cache restores them layer by layer: their K and V are in the request's blocks for the first `layers`
-    layers. The next step computes the tokens from `end` on. Before each layer, its forward pass waits until
+    The Cache restores layer by layer: so far the K and V of the first `layers` layers are in the blocks. The
+    next step computes the tokens from `end` on. Before each layer, its forward pass waits until
     that layer's K and V have arrived.
 
     A Cache that restores in another order has a class of its own (`Cache.restoration_class`), in which the
@@ -53,12 +53,12 @@ class Restoration:
     awaited: Transfer | None = None  # what the generator yielded last, until it is complete
     completed: list[Transfer] = field(default_factory=list)  # transfers that it awaited earlier
 
-    computes = False  # whether the next step may compute missing tokens, so that no step waits for copies
-    keeps_part = False  # whether the first tokens that have arrived stay in use if the rest fails
+    computes = False  # whether steps may compute missing tokens, and so never wait for copies
+    keeps_part = False  # whether the leading tokens that have arrived are kept if the rest fails
 
     @property
     def restored(self) -> int:
-        """Number of tokens that the Cache, and not the engine, has brought back. Read once all are there."""
+        """Number of tokens that the Cache, and not the engine, has brought back. Valid when all are there."""
         return self.end - self.start
 
 
@@ -89,8 +89,8 @@ class Cache:
         Returns: a Match of tokens that follow `request.computed` (which may lie inside a block), or None. All
         tokens that `restore` would load must be available now: their copies or writes into this tier must
         have completed. They need no reference yet, because no pool evicts between this call and the first
-        `yield` of `restore`. A Cache that makes room in a pool itself must first reference the blocks that it
-        has found: to make room on the device, it may evict blocks of a lower tier."""
+        `yield` of `restore`. A Cache that makes room itself must first reference the blocks that it has
+        found, because an eviction from the device may evict blocks of a lower tier, too."""
 
     def restore(self, request: Request, restoration: Restoration, match: Match):
         """Bring tokens [restoration.start, restoration.end) into the blocks of `request.table`.
@@ -100,9 +100,8 @@ class Cache:
         `restoration.layers` when a layer's K and V are written, and returns when all layers are restored.
 
         The driver resumes the generator, and may close it at any yield. The blocks of a copy must stay
-        referenced until the copy completes, even if the generator is closed first. Either call `hold` before
-        the next yield; or keep a reference in the generator, and in a `finally` clause hand it over to `hold`
-        with `given`."""
+        referenced until the copy completes, even if the generator is closed first. Call `hold` before the
+        next yield. Or keep a reference, and pass it on in a `finally` clause: `hold(..., given=...)`."""
         yield from ()
 
     def save(self, batch: "Batch"):  # noqa: F821

@@ -8,8 +8,8 @@ from common.cache import Match
 from common.link import Speed
 from common.requests import Request
 
-# Load if that is estimated to take at most this share of the time to compute. The margin is there because a
-# late load costs both times: after it, the tokens are computed as well
+# Load if the estimate is at most this share of the time to compute. The margin: a late load costs both times,
+# because its tokens are then computed, too
 LOAD_THRESHOLD = 0.8
 MAX_WAIT = 60.0  # seconds: the limit for waiting for a prefetch, and for a load under --always-restore
 FULL_SPEED = {"cpu": 128, "cuda": 512}  # rows per step from which prefill runs at nearly full speed

@@ -140,8 +140,8 @@ class BlockPairs:
     """Which blocks to copy: block at[i] of the source goes to block to[i] of the destination."""
 
     def __init__(self, to, at, apart=False):
-        """`to`, `at`: block numbers. `apart`: True if this object is used for one copy per layer, and if
-        later work uses a layer's blocks only after that layer's copy has completed. Then only the first copy
+        """`to`, `at`: block numbers. `apart`: True if there is one copy per layer, and later work leaves a
+        layer's blocks alone until its copy has completed. Then only the first copy
         waits for work that is already queued."""
         self.to, self.at, self.apart, self.ordered = to, at, apart, False
         self.runs, self.sides = runs(to, at), None  # `sides`: set by cuda_link.py

@@ -1,6 +1,6 @@
 """The Llama family in plain PyTorch, split into parts that the chapters can call one at a time.
 
-Batches are flat: the T tokens of a batch are in one row, and may belong to many requests:
+Batches are flat: the T tokens of a batch are in one list, and may belong to many requests:
 
     tokens [T]   positions [T]   hidden [T, D]   q [T, H, hd]   k, v [T, KVH, hd]
 
@@ -136,8 +136,8 @@ class Layer(nn.Module):
 
 
 # The same bits. PyTorch's CPU kernel adds up blocks of KEYS keys, from the first key on. A masked key adds
-# exactly 0. A block of fewer keys, or fewer than ROWS rows, is added up in another order. So with whole
-# blocks of both, the result of a row does not depend on the other rows.
+# exactly 0. Incomplete blocks of keys or rows are added up in another order. With whole blocks of both, the
+# result of a row does not depend on the other rows.
 KEYS, ROWS = 512, 4
 
 
@@ -170,7 +170,7 @@ def attention(q, k, v, mask):
 
 
 def causal_mask(count: int, end: int, device, dtype, same_bits: bool = False):
-    """Return the mask [rows, S] of the last `count` of `end` tokens, of whole blocks on a CPU.
+    """Return the mask [rows, S] of the last `count` of `end` tokens. On a CPU it is padded.
 
     It is 0 up to a row's own position, and minus infinity after it. Returns None if no mask is needed: a
     single row attends to everything (without `same_bits`), and attention over a whole sequence is causal by
@@ -199,7 +199,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.digest = b""  # SHA-256 of config and weights, set by checkpoint.load; part of each block key
-        self.same_bits = False  # CPU only: give single rows the bits, too, that they have in any batch
+        self.same_bits = False  # CPU only: a row that is computed alone has the bits that it has in a batch
         self.pieces = None  # GPU only: CUDA graphs of the layers, set by checkpoint.load
         where = dict(dtype=dtype, device=device)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))

@@ -93,7 +93,7 @@ class Request:
     computed: int = 0              # number of leading tokens whose K and V are in its blocks
     next: int = field(init=False)  # first token that the next step computes; later than `computed` while
                                    # the tokens between the two are being restored
-    portion: float = math.inf      # most tokens that a restoration lets the next step compute
+    portion: float = math.inf      # limit that a restoration sets on the next step's tokens
     registered: int = 0            # number of leading blocks whose keys are in the pool's index
     restoration: "Restoration | None" = None  # noqa: F821  # the restoration that is under way
     readmitted: bool = False       # it was preempted, or its restoration failed
@@ -101,7 +101,7 @@ class Request:
     wait_deadline: float = 0.0     # time.perf_counter() until which a prefetch may delay it
     memo: object = None            # state that the Cache keeps for this request; the engine does not read it
 
-    observe = None                 # of the class: called with each new token's logits [V]
+    observe = None                 # class attribute: called with each token's logits [V]
 
     def __post_init__(self):
         self.tokens = list(self.tokens)                         # a copy, because it grows
@@ -217,7 +217,7 @@ class RequestQueue:
         self.running: list[Request] = []                        # oldest first
         self.completed: deque[Request] = deque(maxlen=8)        # the latest, for the page
         self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0, gpu_hits=0, misses=0)
-        # Called with each exception that is contained. If it raises, the exception is not contained
+        # Called with each contained exception. It may raise the exception again
         self.on_error = lambda error: None
 
     def fit(self, request: Request):
@@ -272,7 +272,7 @@ class RequestQueue:
         self.wake.clear()
 
     def interrupt(self):
-        """Raise Interrupted if a request has arrived, was cancelled, or may have what it waits for."""
+        """Raise Interrupted if a request has arrived, was cancelled, or may continue now."""
         if self.arrivals:
             raise Interrupted
 

@@ -83,11 +83,11 @@ class Restorer:
         """Resume all restorations, oldest first, and end those that are complete. Called between two forward
         passes.
 
-        Restorations that project or compute tokens may together use as many layer rows (one token in one
-        layer each) as one step's token budget. The oldest always restores at least one layer.
+        Restorations that project or compute tokens share one step's work: `token_budget` tokens in all
+        layers. The oldest always restores at least one layer.
 
         Returns: the requests that can compute in the next step without waiting for a copy. If there is none,
-        return the oldest request; its forward pass then waits before each layer."""
+        return the oldest request, whose pass waits before each layer."""
         left = budget = self.engine.token_budget * self.depth
         for request in list(running):
             if restoration := request.restoration:
@@ -107,8 +107,8 @@ class Restorer:
         """Wait until the K and V that layer `index` reads are restored, then pass the layer's input `hidden`
         [T, D] to the Cache. Called in the forward pass, before each layer.
 
-        Raises Interrupted if the step is out of date: `next` of one of its requests has changed, one of them
-        no longer runs, or, during a wait, a request has arrived or was cancelled. The engine then runs the
+        Raises Interrupted if a request of the step has another `next` or no longer runs, or if a request
+        arrives or is cancelled during a wait. The engine then runs the
         step again."""
         if index == 0:
             self.waited = []
@@ -147,8 +147,8 @@ class Restorer:
         """Run the Cache's generator until `layers` layers are restored, or until it yields a copy that has
         not arrived.
 
-        `wait`: True in a forward pass: block until that copy has arrived. If `wait` is False, or if the
-        request computes missing tokens itself, return at once; a later call resumes the generator.
+        `wait`: True in a forward pass: block until that copy has arrived. Otherwise, or if the restoration
+        `computes`, return at once; a later call resumes the generator.
 
         If the generator raises, or a copy fails or is late, the restoration ends and its tokens are
         recomputed. Raises Interrupted in a forward pass if a request arrives or is cancelled."""
@@ -177,7 +177,7 @@ class Restorer:
 
     def arrived(self, restoration: Restoration, wait: bool) -> bool:
         """Return whether the generator can continue. It can if the awaited copy is complete. On a GPU it also
-        can if the compute stream waits for the copy, because work that is queued later runs after the copy.
+        can once the compute stream waits for the copy: later work runs after it.
 
         `wait`: True in a forward pass. Then the GPU's compute stream waits for the copy; without a GPU, the
         host waits. Raises TransferError if the copy has failed or is late."""

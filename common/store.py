@@ -35,8 +35,8 @@ class StoredChunks:
         self.storages, self.turn = storages, cycle(storages)  # round-robin
 
     def open(self, lane, engine):
-        """Prepare all storages; `lane`: see Storage.open. A lookup that has ended also ends a pass in which
-        the engine waits for a copy, because a queued request may wait for the lookup (`ask`)."""
+        """Prepare all storages; `lane`: see Storage.open. A finished lookup interrupts a pass that waits for
+        a copy, because a queued request may need its answer (`ask`)."""
         arrivals, wake = engine.arrivals, engine.wake  # the threads must not reference the engine
         for storage in self.storages:
             storage.open(lane, engine.counts, lambda: (arrivals.append((None, None)), wake.set()))
@@ -62,8 +62,8 @@ class StoredChunks:
         return [storage.get(*read, label or f"part {part}") for storage, read in reads.items()]
 
     def ask(self, keys: list[bytes], parts: int = 1) -> list[Transfer]:
-        """Look up the chunks that no `index` has, because another process may have stored them since. `find`
-        finds them when these Transfers are complete."""
+        """Look up the chunks that no `index` has, because another process may have stored them since. After
+        that, `find` finds them."""
         unknown = [part for key in keys if not self.find(key, parts) for part in self.keys(key, parts)]
         shared = [storage for storage in self.storages if storage.backend and not storage.silent]
         return [storage.exists(unknown) for storage in shared if unknown]
@@ -111,8 +111,8 @@ class Storage:
 
     `exists` must also mark the keys as used, the last key first, so that the last block of a chain is deleted
     first. A back end need not verify values, because `Storage` puts a checksum of key and contents in front
-    of each value. A back end for `has` must also have an attribute `index`, which contains the keys that it
-    stores as far as this process knows; `exists` must bring it up to date.
+    of each value. For `has`, a back end also needs `index`: the keys that it stores, as far as this process
+    knows. `exists` must update it.
 
     If a read fails, the keys whose values are missing or damaged are doubted; if the back end raises, all
     keys of the read are. Doubted keys count as not stored until they are written again, or until the back end
@@ -141,8 +141,7 @@ class Storage:
         return self.asker.submit("exists", 0, self.track_errors, self.look_up, keys)
 
     def use(self, keys: list[bytes]):
-        """Mark keys as used. The writer does this after the writes that are queued already, so that they are
-        stored by then."""
+        """Mark keys as used. The writer does this after all queued writes, so those keys are stored first."""
         if keys and not self.is_backlogged:
             self.writer.submit("use", 0, self.track_errors, self.look_up, keys)
 
@@ -160,8 +159,7 @@ class Storage:
     def set(self, keys: list[bytes], values: list[numpy.ndarray]) -> Transfer:
         """Write the values that are not stored yet.
 
-        Returns: a Transfer. Its value has the keys that are stored then; a key whose write has failed is
-        missing."""
+        Returns: a Transfer. Its value: the keys now stored, without those whose write has failed."""
         size = sum(value.nbytes for value in values)
         return self.writer.submit("write", size, self.track_errors, self.write, keys, values)
 
@@ -176,8 +174,8 @@ class Storage:
         return self.writer.hangs or self.writer.jobs.qsize() >= BACKLOG
 
     def measure(self, size: int, count: int = 1) -> Transfer:
-        """Measure the read bandwidth: write `count` values of `size` bytes that are used for nothing else,
-        and read them. If the back end has a method `uncache(keys)`, call it before the read, so that memory
+        """Measure the read bandwidth: write `count` test values of `size` bytes, and read them. If the back
+        end has a method `uncache(keys)`, call it before the read, so that memory
         does not answer for the disk. Returns: the Transfer of the read."""
         keys = [hashlib.sha256(b"measure %d %d" % (size, number)).digest() for number in range(count)]
         contents = [numpy.arange(size).astype(numpy.uint8)] * count
