@@ -142,7 +142,7 @@ KEYS, ROWS = 512, 4
 
 
 def whole_blocks(keys: int) -> int:
-    """-> `keys` rounded up to whole blocks. Up to 128 keys are added in the same order without the rest."""
+    """-> `keys` rounded up to whole blocks. Up to 128 keys are added in the same order as in a block."""
     return 128 if keys <= 128 else keys + -keys % KEYS
 
 
@@ -150,7 +150,8 @@ def attention(q, k, v, mask):
     """Compute attention of q [T, H, hd] over k, v [S, KVH, hd]; or of each row over its own k, v
     [T, S, KVH, hd].
 
-    `mask` is added to the scores, and may have more keys than k. None means causal, except that a single row
+    `mask` is added to the scores, and may have more keys than k [S, KVH, hd]. None means causal, except that
+    a single row
     attends to everything. The KV heads are not copied for the query heads that share them. Returns:
     [T, H, hd]."""
     if mask is not None and (more := mask.shape[-1] - k.shape[-3]):
@@ -176,7 +177,7 @@ def causal_mask(count: int, end: int, device, dtype, same_bits: bool = False):
     single row attends to everything (without `same_bits`), and attention over a whole sequence is causal by
     default."""
     on_cpu = device.type == "cpu"
-    if count == 1 and not same_bits or count == end and (not on_cpu or end % KEYS == 0):
+    if count == 1 and not (same_bits and on_cpu) or count == end and (not on_cpu or end % KEYS == 0):
         return None
     if device.type == "cuda" and dtype.itemsize == 2:      # flash attention takes no mask tensor
         from torch.nn.attention.bias import causal_lower_right  # a slow import (1 s)

@@ -11,9 +11,10 @@ ON_A_GPU = ("--same-bits has no effect on a GPU, whose libraries choose other ke
             "rows; only tokens are compared.")
 REFUSED = ("--same-bits cannot be promised here: the results of this processor's kernels depend on the "
            "number of rows or threads; leave the option out.")
-TOKENS, ROWS = 700, 67      # of the attention and of the products that are computed in one piece and in parts
+# Tokens of the attention, and rows of the products (of large weights), computed as a whole and in parts
+TOKENS, ROWS, FEWER = 800, 515, 67
 # (rows, tokens) of portions that end inside a block of keys or at its end, and inside a block of rows
-PORTIONS = (1, 60), (1, TOKENS), (2, 300), (12, KEYS), (99, 612), (100, 100), (300, 300)
+PORTIONS = (1, 60), (1, TOKENS), (2, 300), (12, KEYS), (99, 612), (100, 100), (300, 300), (KEYS, KEYS)
 
 
 @torch.inference_mode()
@@ -36,8 +37,8 @@ def check(model):
 
 
 def products(linear):
-    """Return the product of ROWS rows, and pairs (some rows, computed alone; these rows of it)."""
-    x = noise(ROWS, linear.in_features, dtype=linear.weight.dtype)
+    """Return the product of many rows, and pairs (some rows, computed alone; these rows of it)."""
+    x = noise(ROWS if len(linear.weight) < 4096 else FEWER, linear.in_features, dtype=linear.weight.dtype)
     whole = FastLinear.forward(linear, x)       # without hooks, which may call other ranks
     parts = slice(0, 1), slice(1, 3), slice(3, 10), slice(10, 26)
     return whole, [(FastLinear.forward(linear, x[rows]), whole[rows]) for rows in parts]

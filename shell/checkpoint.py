@@ -138,7 +138,8 @@ def prepare_for_cpu(model: Llama, on_host: bool, sharding, same_bits: bool, dige
     copies = ranks.all_true(copies) if ranks else copies
     model.same_bits = same_bits
     speed_up(model, copies, same_bits)
-    digest.update(b"with copies" if copies else b"without copies")
+    copied = sum(getattr(part, "reordered", None) is not None for part in model.modules())
+    digest.update(f"{copied} copies".encode())
     if same_bits:
         bits.check(model)
         count = ranks.count if ranks else 1

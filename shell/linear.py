@@ -15,12 +15,11 @@ class FastLinear(Linear):
     The rows are multiplied with a copy of the weight in oneDNN's layout. For a single row of float32, the
     time is that of reading the weight, so each of several threads reads its own part of the weight.
 
-    The same bits. One to three rows are added up in another order than more rows, but all multiples of ROWS
-    in the same order. So rows of zeros are appended, and the result of a row does not depend on the other
-    rows."""
+    The same bits. One to three rows are summed in another order, but all multiples of ROWS in one order. So
+    the number of rows is padded, and the result of a row does not depend on the other rows."""
     reordered = None        # a copy of the weight in oneDNN's layout, if there is memory for it
     kind = torch.float32    # dtype of the product
-    same_bits = False       # whether a single row has the same bits, too
+    same_bits = False       # whether a single row of float32 is padded, too
 
     def forward(self, x):                                              # [T, inputs] -> [T, outputs]
         rows, threads = len(x), torch.get_num_threads()
@@ -51,8 +50,9 @@ class FastLinear(Linear):
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
     """-> the dtype in which numbers of `dtype` are multiplied. It is float32 if this processor has no
     instructions for `dtype`, because products without them take several times as long."""
-    asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    return dtype if dtype not in asked or getattr(torch.ops.mkldnn, asked[dtype])() else torch.float32
+    names = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    is_fast = getattr(torch.ops.mkldnn, names[dtype], bool) if dtype in names else lambda: True
+    return dtype if is_fast() else torch.float32
 
 
 def speed_up(model: nn.Module, copies: bool, same_bits: bool = False):

@@ -1,11 +1,14 @@
 """--same-bits: all K, V and logits are chapter 01's, to the last bit."""
 
+import re
+import runpy
 from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT
 
 from common.requests import Request
 from shell import bits
@@ -17,7 +20,7 @@ from tests.support.engines import baseline, draw, make, paged
 
 FAMILIES = dict(
     tied=dict(kv_heads=4, tie_word_embeddings=True), biases=dict(qkv_bias=True, output_bias=True, mlp_bias=True),
-    norms=dict(qk_norm=True, no_rope_layers=(1,)), one_kv_head=dict(kv_heads=1))  # fmt: skip
+    norms=dict(qk_norm=True, no_rope_layers=(1,)), one_kv_head=dict(kv_heads=1), plain_weights=dict(copies=False))  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +31,7 @@ def logits():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("dtype, threads", [("float32", 1), ("bfloat16", 2), ("float16", 1)])
+@pytest.mark.parametrize("dtype, threads", [("float32", 1), ("float32", 2), ("bfloat16", 2), ("float16", 1)])
 @pytest.mark.parametrize("cache", [*engines.CACHES, "blocks of four kinds"])
 def test_a_restored_cache_has_the_bits_of_a_computed_one(cache, dtype, threads):
     """Also after evictions, preemptions, cancellations and failing copies."""
@@ -45,7 +48,7 @@ def test_a_restored_cache_has_the_bits_of_a_computed_one(cache, dtype, threads):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_family_keeps_its_bits_in_any_batch(family, dtype):
     """One marked request has the same logits in batches of every size, in portions, and as a single row."""
     model, counts = exact_model(getattr(torch, dtype), **FAMILIES[family]), Counter()
@@ -61,7 +64,7 @@ def test_a_decoded_token_has_the_logits_of_a_prefill():
     decoded, filled = (Request(draw(engines.random.Random(0), 100), 30) for _ in range(2))
     for request, kv_cache in (decoded, True), (filled, False):
         baseline.Engine(model, kv_cache=kv_cache).generate([request])
-    assert all(map(torch.equal, decoded.logits, filled.logits))
+    assert len(decoded.logits) == len(filled.logits) == 30 and all(map(torch.equal, decoded.logits, filled.logits))
 
 
 def test_a_seed_draws_the_same_tokens_beside_others_in_16_bits():
@@ -82,3 +85,10 @@ def test_a_machine_whose_kernels_break_the_rule_refuses_the_option(broken, monke
         monkeypatch.setattr(bits, "attention", lambda q, k, v, mask: right(q, k, v, mask) + 1e-6 * len(q))
     with pytest.raises(ModelError, match="leave the option out"):
         bits.check(model)
+
+
+def test_the_lessons_programs_print_its_results(tmp_path, capsys):
+    page = (ROOT / "docs" / "lessons" / "why_bits_differ.md").read_text()
+    (tmp_path / "programs.py").write_text("".join(re.findall(r"```python\n(.*?)```", page, re.S)))
+    runpy.run_path(str(tmp_path / "programs.py"))
+    assert capsys.readouterr().out.split() == ["False", "True", "False", "False", "True"]

@@ -20,13 +20,13 @@ from tests.support import engines
 from tests.support.engines import baseline, draw, paged
 
 
-def exact_model(dtype: torch.dtype, on_host=False, **more) -> Llama:
+def exact_model(dtype: torch.dtype, on_host=False, copies=True, **more) -> Llama:
     """Return plain_model with the bits of `--same-bits`. `on_host`: for chapter 08. `more`: see plain_model."""
     model = engines.plain_model(**more).to(dtype)
     model.dtype, model.same_bits, model.digest = dtype, True, b"bits"
     if on_host:
         engines.hybrid.layers_on_host(model, "cpu")
-    return speed_up(model, copies=not on_host, same_bits=True)
+    return speed_up(model, copies and not on_host, same_bits=True)
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def compare(engine, request: Request, counts: Counter):
         end = min(prompt, start + baseline.PREFILL) if start < prompt else start + 1
         row = baseline.forward(model, cache, tokens[start:end], start)  # [V]
         logits += [row] * (end >= prompt)
-    pairs = list(zip(getattr(request, "logits", ()), logits))
+    pairs = list(zip(getattr(request, "logits", ()), logits[: len(request.new)], strict=True))
     if engine.pool.memory is not None:
         slots = engine.pool.slots(torch.tensor(request.table))[: request.computed]
         sides = torch.stack((cache.k, cache.v), 1).transpose(2, 3)[:, :, : request.computed]  # [L, 2, T, KVH, hd]
