@@ -53,7 +53,7 @@ def watch(engine, counts: Counter):
 def compare(engine, request: Request, counts: Counter):
     model, tokens, prompt, logits = engine.model, request.tokens, request.prompt_tokens, []
     cache = baseline.KVCache(model, len(tokens))
-    for start in [*range(0, prompt - 1, baseline.PREFILL), *range(prompt, len(tokens))]:
+    for start in [*range(0, prompt, baseline.PREFILL), *range(prompt, len(tokens))]:
         end = min(prompt, start + baseline.PREFILL) if start < prompt else start + 1
         row = baseline.forward(model, cache, tokens[start:end], start)  # [V]
         logits += [row] * (end >= prompt)
