@@ -419,3 +419,13 @@ def test_this_machine_attaches_and_detaches_storage(frontend, tmp_path):
         assert client.ask("/storage", method="DELETE").json["storage"] is cache.storage is None
         asking = servers.make_app(client.server).test_client()
         assert asking.get("/storage", environ_base=dict(REMOTE_ADDR="192.0.2.7")).status_code == 403
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_of_http_1_0_gets_no_chunks(client, stream):
+    body = json.dumps(dict(ASK, stream=stream))
+    with socket.create_connection(("127.0.0.1", client.port), timeout=60) as connection:
+        connection.sendall(f"POST /generate HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        head, _, said = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.0 200") and b"chunked" not in head
+    assert said.startswith(b"data: {" if stream else b"{")
