@@ -49,8 +49,8 @@ from shell import charts, cli, lesson
 from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
-# A context whose K and V of one layer take more bytes gets its own attention call. Padding the other
-# contexts to its length would cost more than the extra call
+# Bytes. A context gets its own attention call if its K and V of one layer take more than this. Padding the
+# other contexts to its length would cost more than the extra call
 PAD_LIMIT = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 # 1. Blocks -------------------------------------------------------------------------------------
@@ -115,8 +115,8 @@ class BlockPool:
         return blocks
 
     def make_room(self, count: int, keep=()) -> int:
-        """Evict the least recently used cached blocks until `count` blocks are free, or until the next one
-        has a key in `keep`. Returns: how many blocks are free now, at most `count`."""
+        """Evict the least recently used cached blocks until `count` blocks are free. Stop at the first cached
+        block whose key is in `keep`. Returns: how many blocks are free now, at most `count`."""
         victims, shortfall = [], count - self.free.count(1)
         if shortfall > 0:
             for block_key, block in self.block_of.items():
@@ -160,7 +160,7 @@ class BlockPool:
         return [self.block_of[block_key] for block_key in takewhile(self.block_of.__contains__, chain)]
 
     def use(self, chain: list[BlockKey]):
-        """Mark the blocks of a chain as the most recently used. The end of the chain is evicted first."""
+        """Mark the blocks of a chain as used now, the first block last: it is also evicted last."""
         for block_key in filter(self.block_of.__contains__, reversed(chain)):
             self.block_of.move_to_end(block_key)
 
@@ -206,7 +206,7 @@ class Batch:
                 last.append(len(positions) - 1)
         tables = [request.table[: pool.num_blocks(request.next + count)] for request, count in self.work]
         keys = self.work[num_padded - 1][0].next + 1 if num_padded else 0
-        keys = whole_blocks(keys) if same_bits else keys  # of each padded read
+        keys = whole_blocks(keys) if same_bits else keys  # tokens in each padded read
         for table in tables[:num_padded]:
             table += table[:1] * (pool.num_blocks(keys) - len(table))
         lists = [tokens, positions, slots, last, *tables]  # upload once: each upload to a GPU takes 10 us
@@ -288,7 +288,7 @@ class Runner:
         """Compute the next tokens of each request in `work`, a list of (request, tokens) pairs.
 
         `before_layer(index, hidden, batch)` is called before each layer. Returns: the Batch, and logits
-        [R, V]. There is one row for each request of `batch.work` whose last pending token is in this step."""
+        [R, V]. There is a row for each request of `batch.work` whose last token is computed in this step."""
         batch = Batch(self.pool, work, self.model.same_bits)
         hidden = self.compute(batch, len(self.model.layers), before_layer)
         return batch, self.model.logits(hidden[batch.last_rows])  # [R, V]
@@ -407,7 +407,7 @@ class Engine(RequestQueue):
         hits = pool.find(cacheable)
         missing = cacheable[len(hits) :]
         soon = len(list(takewhile(self.filling.__contains__, missing)))
-        if soon and 2 * soon >= len(missing):  # at least half: wait until they are filled
+        if soon and 2 * soon >= len(missing):  # another request fills at least half of them: wait
             return True
 
         # 2. Is there room? Each running request may need one more block in this step
@@ -462,8 +462,8 @@ class Engine(RequestQueue):
     def append_block(self, request: Request) -> bool:
         """Give the request one more block. If none is available, preempt the newest running request first.
 
-        Returns: False if it got none: it is the newest request itself, or copies still reference the
-        preempted request's blocks."""
+        Returns: False if no block is available now. Then this request was itself the newest, or copies still
+        reference the blocks of the newest."""
         if not self.pool.available:
             newest = self.running[-1]
             self.counts["preemptions"] += 1
@@ -508,7 +508,7 @@ class Engine(RequestQueue):
             self.counts["steps"] += 1
             self.record_step(batch, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
         for request, token, row in zip(requests, tokens, logits):
-            if -1 not in tokens or token == -1:  # NaN: its request ends, and the others repeat the step
+            if -1 not in tokens or token == -1:  # if a row is NaN, answer only its request
                 with self.contain(request):
                     self.answer(request, token, row)
 
@@ -619,8 +619,8 @@ def demo(model, frontend: Frontend, arguments):
     title = f"\nThroughput of 4 to {many} questions, {new} tokens per answer"
     rows += lesson.table(title, lesson.in_turn(ways), "tokens_per_second", "tokens/s")
     print(f"\nThe last of the {many} requests (p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n")
-    print("One request at a time, blocks save memory but no time. A prefix that the pool has evicted must\n"
-          "be computed again. Where else could it have been kept? See chapter 03.")
+    print("With one request at a time, blocks save memory but no time. A prefix that the pool has evicted\n"
+          "must be computed again. Where else could it have been kept? See chapter 03.")
     report = dict(link=None, verified=verified, rows=rows, counters=charts.counters(engine))
     return report, [asked[-1].timeline]
 

@@ -11,8 +11,10 @@ copy replaces the forward pass over the prefix.
 
 If other requests can compute while the blocks are copied, they do, and this request joins them when all of
 its layers have arrived. If none can, the forward pass of the new question starts at once and follows the
-copies: layer l is computed while layer l + 1 is copied. The time to first token (TTFT) is then the
-slower of copying and computing, plus one layer of the faster one. Without the overlap it would be their sum:
+copies: layer l is computed while layer l + 1 is copied. The time to first token (TTFT) is then nearly the
+longer of the two times, copying or computing. Only one layer of the other one is added, because the first
+layer's copy and the last layer's computation overlap with nothing. Without the overlap the TTFT would be the
+sum of both times:
 
     TTFT = max(link, compute) + min(link, compute) / layers
 
@@ -70,7 +72,7 @@ class HostCache(Cache):
         a GPU."""
         self.blocks, self.bandwidth = blocks, bandwidth
         self.saving: dict = {}  # block key whose copy is in flight -> host block
-        self.saved: dict = {}  # request -> its number of full blocks when `save` had room for all of them
+        self.saved: dict = {}  # request -> how many of its blocks are saved, or being saved
 
     # The five required methods of a Cache
 

@@ -27,8 +27,8 @@ class Match:
     seconds: float
     blocks: list  # where the tokens are; only the Cache itself reads this
     found: dict[str, int]  # tier (a key of Request.found) -> tokens that come from it
-    rows: int = 0  # tokens that `restore` projects or computes per layer; 0: it only copies
-    # This request's share of each step (0 to 1) if its tokens were computed
+    rows: int = 0  # tokens per layer for which `restore` computes K and V; 0: it only copies
+    # Part of each step's token budget (0 to 1) that the request would get if it computed its tokens instead
     share: float = 1.0
 
 
@@ -37,11 +37,11 @@ class Restoration:
     """The restoration of tokens [start, end) of one request.
 
     The Cache restores layer by layer: so far the K and V of the first `layers` layers are in the blocks. The
-    next step computes the tokens from `end` on. Before each layer, its forward pass waits until
-    that layer's K and V have arrived.
+    next step computes the tokens from `end` on. Before each layer, its forward pass waits until that layer's
+    K and V have arrived.
 
-    A Cache that restores in another order has a class of its own (`Cache.restoration_class`), in which the
-    last three members have other values."""
+    A Cache that restores in another order has a class of its own (`Cache.restoration_class`). It gives
+    `computes`, `keeps_part` and `restored` other values."""
 
     request: Request
     match: Match
@@ -53,7 +53,7 @@ class Restoration:
     awaited: Transfer | None = None  # what the generator yielded last, until it is complete
     completed: list[Transfer] = field(default_factory=list)  # transfers that it awaited earlier
 
-    computes = False  # whether steps may compute missing tokens, and so never wait for copies
+    computes = False  # True: steps may compute tokens that are being restored, and wait for no copy
     keeps_part = False  # whether the leading tokens that have arrived are kept if the rest fails
 
     @property
@@ -89,8 +89,8 @@ class Cache:
         Returns: a Match of tokens that follow `request.computed` (which may lie inside a block), or None. All
         tokens that `restore` would load must be available now: their copies or writes into this tier must
         have completed. They need no reference yet, because no pool evicts between this call and the first
-        `yield` of `restore`. A Cache that makes room itself must first reference the blocks that it has
-        found, because an eviction from the device may evict blocks of a lower tier, too."""
+        `yield` of `restore`. If `restore` itself allocates blocks, it must first reference the blocks that
+        `match` has found. Otherwise the allocation might evict them."""
 
     def restore(self, request: Request, restoration: Restoration, match: Match):
         """Bring tokens [restoration.start, restoration.end) into the blocks of `request.table`.
@@ -100,8 +100,9 @@ class Cache:
         `restoration.layers` when a layer's K and V are written, and returns when all layers are restored.
 
         The driver resumes the generator, and may close it at any yield. The blocks of a copy must stay
-        referenced until the copy completes, even if the generator is closed first. Call `hold` before the
-        next yield. Or keep a reference, and pass it on in a `finally` clause: `hold(..., given=...)`."""
+        referenced until the copy completes, even if the generator is closed first. Therefore, call `hold`
+        after starting a copy and before the next yield. If the generator has a reference of its own, it can
+        pass it on in a `finally` clause instead: `hold(..., given=...)`."""
         yield from ()
 
     def save(self, batch: "Batch"):  # noqa: F821
@@ -165,10 +166,10 @@ class Cache:
         then, `request.chain` has the keys of all full blocks of its tokens."""
 
     def waits(self, request: Request) -> bool:
-        """Return True to keep the request queued while its tokens are prefetched, or while transfers in the
-        request's own lane, "ask ID", are under way.
+        """Return True to keep the request queued, for example while its tokens are prefetched. Called at
+        admission, before the request gets blocks.
 
-        Called at admission, before the request gets blocks."""
+        Here, a request waits while transfers are in flight in its own lane of `hold`, "ask ID"."""
         return bool(self.in_flight.get(f"ask {request.id}"))
 
     def save_layer(self, layer: int, hidden: torch.Tensor, batch: "Batch"):  # noqa: F821

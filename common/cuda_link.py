@@ -46,7 +46,7 @@ class Link(Lane):
         size = sum((to[: len(pairs.to)] if pairs else to).nbytes for to in dst)
         transfer = CudaTransfer(self.name, label, size)
         transfer.clock = self.clock
-        transfer.host = [side for side in (*dst, *src) if not side.is_cuda]     # keep it alive for kernels
+        transfer.host = [side for side in (*dst, *src) if not side.is_cuda]     # keep it until the copy ends
         before = self.in_flight[-1] if self.in_flight else None
         if not (pairs and pairs.ordered):
             self.stream.wait_stream(torch.cuda.current_stream())    # after all work that is queued now

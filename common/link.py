@@ -140,11 +140,11 @@ class BlockPairs:
     """Which blocks to copy: block at[i] of the source goes to block to[i] of the destination."""
 
     def __init__(self, to, at, apart=False):
-        """`to`, `at`: block numbers. `apart`: True if there is one copy per layer, and later work leaves a
-        layer's blocks alone until its copy has completed. Then only the first copy
-        waits for work that is already queued."""
+        """`to`, `at`: block numbers. `apart`: True if the caller makes one copy per layer, and nothing uses a
+        layer's blocks until that layer's copy is complete. Then only the first copy waits for work that is
+        already queued."""
         self.to, self.at, self.apart, self.ordered = to, at, apart, False
-        self.runs, self.sides = runs(to, at), None  # `sides`: set by cuda_link.py
+        self.runs, self.sides = runs(to, at), None  # `sides`: set by shell/copy_kernels.py
 
 
 def runs(to, at) -> list[tuple[int, int, int]]:

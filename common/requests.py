@@ -72,7 +72,7 @@ class Request:
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
-    options: dict = field(default_factory=dict)                 # fields of the chapter, such as cache_salt
+    options: dict = field(default_factory=dict)                 # a chapter's own fields, such as cache_salt
     end_tokens: frozenset = frozenset()
     writer: "Writer | None" = None  # noqa: F821  # turns tokens into text (shell/frontend.py)
     received: float = field(default_factory=time.perf_counter)
@@ -85,7 +85,7 @@ class Request:
     outcome: str | Exception | None = None                      # its finish_reason, or why it failed
     pieces: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     timeline: Timeline = field(default_factory=Timeline)
-    found: dict[str, int] = field(default_factory=dict)         # tier -> prompt tokens; others were computed
+    found: dict[str, int] = field(default_factory=dict)         # tier -> number of prompt tokens from it
     decisions: list[str] = field(default_factory=list)          # why matches were loaded or not
     # State of chapter 02's engine
     table: list[int] = field(default_factory=list)              # its blocks, in token order
@@ -272,7 +272,7 @@ class RequestQueue:
         self.wake.clear()
 
     def interrupt(self):
-        """Raise Interrupted if a request has arrived, was cancelled, or may continue now."""
+        """Raise Interrupted if something has arrived: a request, a cancellation, a job that has ended."""
         if self.arrivals:
             raise Interrupted
 
@@ -289,7 +289,6 @@ class RequestQueue:
                 error = RequestError(f"This request failed ({in_words(error)}); ask again.")
             if request:
                 self.finish(request, error)
-
 
     def finish(self, request: Request, error: Exception | None = None):
         """End a request, or fail it with `error`: release its memory, count it, and send the outcome to the

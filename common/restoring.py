@@ -83,8 +83,8 @@ class Restorer:
         """Resume all restorations, oldest first, and end those that are complete. Called between two forward
         passes.
 
-        Restorations that project or compute tokens share one step's work: `token_budget` tokens in all
-        layers. The oldest always restores at least one layer.
+        Some restorations do not only copy: they compute K and V. Together these do at most the work of one
+        forward pass of `token_budget` tokens. The oldest always restores at least one layer.
 
         Returns: the requests that can compute in the next step without waiting for a copy. If there is none,
         return the oldest request, whose pass waits before each layer."""
@@ -107,9 +107,8 @@ class Restorer:
         """Wait until the K and V that layer `index` reads are restored, then pass the layer's input `hidden`
         [T, D] to the Cache. Called in the forward pass, before each layer.
 
-        Raises Interrupted if a request of the step has another `next` or no longer runs, or if a request
-        arrives or is cancelled during a wait. The engine then runs the
-        step again."""
+        Raises Interrupted if the wait has changed the step's work: a restoration has failed, or a request has
+        arrived or was cancelled. The engine then runs the step again."""
         if index == 0:
             self.waited = []
         for request, _ in batch.work:
@@ -176,8 +175,8 @@ class Restorer:
             request.computed = request.next = max(request.computed, restoration.end)
 
     def arrived(self, restoration: Restoration, wait: bool) -> bool:
-        """Return whether the generator can continue. It can if the awaited copy is complete. On a GPU it also
-        can once the compute stream waits for the copy: later work runs after it.
+        """Return whether the generator can continue. It can if the awaited copy is complete. On a GPU, it is
+        enough that the compute stream waits for the copy: later work on that stream then runs after the copy.
 
         `wait`: True in a forward pass. Then the GPU's compute stream waits for the copy; without a GPU, the
         host waits. Raises TransferError if the copy has failed or is late."""

@@ -5,7 +5,7 @@ sum reaches the number is the sample. Each request's row is summed by itself, in
 sample does not depend on the other requests of the batch."""
 import torch
 
-WINDOW = 1024      # sort only so many tokens; most limits keep fewer
+WINDOW = 1024      # tokens to sort at first; top_k and top_p mostly keep fewer
 
 
 def likeliest(logits) -> list[int]:
@@ -21,8 +21,8 @@ def likeliest(logits) -> list[int]:
 def draw(logits, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
     """Draw a token from the logits [V] of one request.
 
-    `top_k` keeps the k likeliest tokens (0: all). `top_p` then keeps the fewest that hold the share `top_p`
-    of their total probability. Of equally likely tokens the lowest ids are kept."""
+    `top_k` keeps the k likeliest tokens (0: all). Of these, `top_p` keeps the likeliest, until they have the
+    part `top_p` of the probability that `top_k` has left. Of equally likely tokens, the lowest ids stay."""
     u = 1 - torch.rand(1, dtype=torch.double, generator=generator).to(logits.device)    # above 0, up to 1
     shares = (logits.float() / max(temperature, 1e-30)).softmax(-1)                     # [V]
     if not 0 < top_k < len(shares) and top_p >= 1:
