@@ -26,7 +26,7 @@ by the step; Sarathi-Serve (Agrawal et al., OSDI '24, section 4) for prefill und
 """
 
 if __name__ == "__main__":
-    import shell.start  # noqa: F401  (before PyTorch: its settings, and signals)
+    import shell.start  # noqa: F401  (sets environment variables and signal handlers before PyTorch starts)
 
 import functools
 import importlib
@@ -160,7 +160,7 @@ class BlockPool:
         return [self.block_of[block_key] for block_key in takewhile(self.block_of.__contains__, chain)]
 
     def use(self, chain: list[BlockKey]):
-        """Mark the blocks of a chain as used now, the first block last: it is also evicted last."""
+        """Mark the blocks of a chain as used now, from its end to its start: the end is evicted first."""
         for block_key in filter(self.block_of.__contains__, reversed(chain)):
             self.block_of.move_to_end(block_key)
 
@@ -189,8 +189,8 @@ class Batch:
     read: they may hold NaN, and 0 * NaN is NaN."""
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]], same_bits: bool = False):
-        """`work`: (request, count) pairs: each request computes its next `count` tokens. `same_bits`: see
-        Llama."""
+        """`work`: (request, count) pairs: each request computes its next `count` tokens. `same_bits`: a
+        row must have the same bits alone and in a batch (--same-bits)."""
         self.pool, self.same_bits, device = pool, same_bits, pool.memory.device
         self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].next))  # requests of one token first
         most = PAD_LIMIT[device.type] * len(pool.memory) * pool.block_size // pool.block_bytes  # tokens
@@ -462,8 +462,8 @@ class Engine(RequestQueue):
     def append_block(self, request: Request) -> bool:
         """Give the request one more block. If none is available, preempt the newest running request first.
 
-        Returns: False if no block is available now. Then this request was itself the newest, or copies still
-        reference the blocks of the newest."""
+        Returns: False if there is still no block. Either this request was itself the newest and is preempted,
+        or copies still reference the blocks of the newest one."""
         if not self.pool.available:
             newest = self.running[-1]
             self.counts["preemptions"] += 1
@@ -508,7 +508,8 @@ class Engine(RequestQueue):
             self.counts["steps"] += 1
             self.record_step(batch, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
         for request, token, row in zip(requests, tokens, logits):
-            if -1 not in tokens or token == -1:  # if a row is NaN, answer only its request
+            # If a row is NaN, only its request ends. The others are computed again in the next step
+            if -1 not in tokens or token == -1:
                 with self.contain(request):
                     self.answer(request, token, row)
 

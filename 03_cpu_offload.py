@@ -12,9 +12,9 @@ copy replaces the forward pass over the prefix.
 If other requests can compute while the blocks are copied, they do, and this request joins them when all of
 its layers have arrived. If none can, the forward pass of the new question starts at once and follows the
 copies: layer l is computed while layer l + 1 is copied. The time to first token (TTFT) is then nearly the
-longer of the two times, copying or computing. Only one layer of the other one is added, because the first
-layer's copy and the last layer's computation overlap with nothing. Without the overlap the TTFT would be the
-sum of both times:
+longer of the two times, copying or computing. One layer's share of the shorter time is added, because the
+first layer's copy and the last layer's computation overlap with nothing. Without the overlap the TTFT would
+be the sum of both times:
 
     TTFT = max(link, compute) + min(link, compute) / layers
 
@@ -39,7 +39,7 @@ section 3.2).
 """
 
 if __name__ == "__main__":
-    import shell.start  # noqa: F401  (before PyTorch: its settings, and signals)
+    import shell.start  # noqa: F401  (sets environment variables and signal handlers before PyTorch starts)
 
 import importlib
 import itertools
@@ -68,8 +68,8 @@ class HostCache(Cache):
     fields = {"offload_after": (lambda value: isinstance(value, bool), "true or false")}
 
     def __init__(self, blocks: int, bandwidth: modelled_link.Bandwidth | float | None = None):
-        """`blocks`: blocks of host memory. `bandwidth`: of the modelled link, in bytes per second; None with
-        a GPU."""
+        """`blocks`: blocks of host memory. `bandwidth`: in bytes per second. Without a GPU, the link is a
+        model: its copies take as long as this bandwidth says. With a GPU: None."""
         self.blocks, self.bandwidth = blocks, bandwidth
         self.saving: dict = {}  # block key whose copy is in flight -> host block
         self.saved: dict = {}  # request -> how many of its blocks are saved, or being saved

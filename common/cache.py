@@ -28,7 +28,7 @@ class Match:
     blocks: list  # where the tokens are; only the Cache itself reads this
     found: dict[str, int]  # tier (a key of Request.found) -> tokens that come from it
     rows: int = 0  # tokens per layer for which `restore` computes K and V; 0: it only copies
-    # Part of each step's token budget (0 to 1) that the request would get if it computed its tokens instead
+    # If the tokens were computed instead: the part of each step (0 to 1) that this request would get
     share: float = 1.0
 
 
@@ -53,12 +53,12 @@ class Restoration:
     awaited: Transfer | None = None  # what the generator yielded last, until it is complete
     completed: list[Transfer] = field(default_factory=list)  # transfers that it awaited earlier
 
-    computes = False  # True: steps may compute tokens that are being restored, and wait for no copy
+    computes = False  # True: steps compute some tokens while the Cache restores others; no step waits
     keeps_part = False  # whether the leading tokens that have arrived are kept if the rest fails
 
     @property
     def restored(self) -> int:
-        """Number of tokens that the Cache, and not the engine, has brought back. Valid when all are there."""
+        """Number of tokens that the Cache, and not the engine, has brought back. Read it after the end."""
         return self.end - self.start
 
 
@@ -88,9 +88,9 @@ class Cache:
 
         Returns: a Match of tokens that follow `request.computed` (which may lie inside a block), or None. All
         tokens that `restore` would load must be available now: their copies or writes into this tier must
-        have completed. They need no reference yet, because no pool evicts between this call and the first
-        `yield` of `restore`. If `restore` itself allocates blocks, it must first reference the blocks that
-        `match` has found. Otherwise the allocation might evict them."""
+        have completed. They need no reference yet, because the engine evicts nothing between this call and
+        the first `yield` of `restore`. Only `restore` itself could evict them, by allocating blocks. Then it
+        must reference them first."""
 
     def restore(self, request: Request, restoration: Restoration, match: Match):
         """Bring tokens [restoration.start, restoration.end) into the blocks of `request.table`.
@@ -101,8 +101,8 @@ class Cache:
 
         The driver resumes the generator, and may close it at any yield. The blocks of a copy must stay
         referenced until the copy completes, even if the generator is closed first. Therefore, call `hold`
-        after starting a copy and before the next yield. If the generator has a reference of its own, it can
-        pass it on in a `finally` clause instead: `hold(..., given=...)`."""
+        after starting a copy and before the next yield. A generator that has allocated the blocks owns a
+        reference already. It can hand this one over in a `finally` clause: `hold(..., given=...)`."""
         yield from ()
 
     def save(self, batch: "Batch"):  # noqa: F821
@@ -118,9 +118,10 @@ class Cache:
     def hold(self, lane: str, transfers: list, *held, given: tuple = (), then: object = lambda arrived: None):
         """Keep blocks referenced until all `transfers` are complete, even if the request ends first.
 
-        `lane`: the queue to put them in; a queue is released in order. `held`: (pool, blocks) pairs that get
-        one more reference. `given`: pairs whose reference the caller hands over. `then(arrived)`: called by
-        `poll` when all transfers are complete; `arrived` is False if one of them failed."""
+        `lane`: any name. Blocks with the same name are released in the order of these calls. `held`: (pool,
+        blocks) pairs that get one more reference. `given`: pairs whose reference the caller hands over.
+        `then(arrived)`: called by `poll` when all transfers are complete; `arrived` is False if one of them
+        failed."""
         for pool, blocks in held:
             pool.share(blocks)
         self.in_flight[lane].append((transfers, (*held, *given), then))
@@ -169,7 +170,7 @@ class Cache:
         """Return True to keep the request queued, for example while its tokens are prefetched. Called at
         admission, before the request gets blocks.
 
-        Here, a request waits while transfers are in flight in its own lane of `hold`, "ask ID"."""
+        By default, a request waits while `hold` has transfers under the name "ask " and the request's id."""
         return bool(self.in_flight.get(f"ask {request.id}"))
 
     def save_layer(self, layer: int, hidden: torch.Tensor, batch: "Batch"):  # noqa: F821

@@ -2,7 +2,8 @@
 
 Speeds are measured once, before the first request. Afterwards they are learned from what the engine does.
 Noise only ever makes a sample slower, so the fastest of the last eight samples counts. A sample expires after
-a minute: then a speed that was once learned wrongly is measured again when it is needed."""
+a minute, so a wrong one does not stay: a link is then measured again, and prefill counts as it did at the
+start."""
 
 from common.cache import Match
 from common.link import Speed

@@ -140,8 +140,8 @@ class BlockPairs:
     """Which blocks to copy: block at[i] of the source goes to block to[i] of the destination."""
 
     def __init__(self, to, at, apart=False):
-        """`to`, `at`: block numbers. `apart`: True if the caller makes one copy per layer, and nothing uses a
-        layer's blocks until that layer's copy is complete. Then only the first copy waits for work that is
+        """`to`, `at`: block numbers. `apart`: the caller promises to make one copy per layer, and to use
+        no layer's blocks until that layer's copy is complete. So only the first copy waits for work that is
         already queued."""
         self.to, self.at, self.apart, self.ordered = to, at, apart, False
         self.runs, self.sides = runs(to, at), None  # `sides`: set by shell/copy_kernels.py

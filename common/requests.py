@@ -45,7 +45,7 @@ class ClientDisconnected(RequestError):
 
 
 class Unavailable(RequestError):
-    """The server is closing, or a step failed several times."""
+    """The server is closing, or a step has failed."""
     status = 503
 
 
@@ -210,7 +210,7 @@ class RequestQueue:
     def __init__(self, capacity: int | None = None):
         """`capacity`: the most tokens that one request may take, answer included; None: no limit."""
         self.capacity = capacity   # tokens
-        # (request, None): add; (request, error): cancel; (None, None): look at the queue again
+        # (request, None): add; (request, error): cancel; (None, None): a worker's job has ended
         self.arrivals: deque[tuple[Request | None, Exception | None]] = deque()
         self.wake = threading.Event()                           # set by an arrival or a completed transfer
         self.waiting: deque[Request] = deque()                  # first come, first served
@@ -272,7 +272,7 @@ class RequestQueue:
         self.wake.clear()
 
     def interrupt(self):
-        """Raise Interrupted if something has arrived: a request, a cancellation, a job that has ended."""
+        """Raise Interrupted if `arrivals` has an entry."""
         if self.arrivals:
             raise Interrupted
 

@@ -120,8 +120,8 @@ class Restorer:
         self.cache.save_layer(index, hidden, batch)
 
     def after_pass(self, batch: "Batch", began: float, ended: float) -> list[tuple]:  # noqa: F821
-        """Let the Cache keep what the forward pass has computed, and learn from its duration. Called after
-        each pass, with its begin and end in seconds.
+        """Let the Cache keep what the forward pass has computed, and let the estimates learn from the pass's
+        duration. Called after each pass, with its begin and end in seconds.
 
         Returns: (start, end) of each span in which the pass waited."""
         waited = [tuple(map(self.engine.clock.seconds, marks)) for marks in self.waited]
@@ -146,8 +146,8 @@ class Restorer:
         """Run the Cache's generator until `layers` layers are restored, or until it yields a copy that has
         not arrived.
 
-        `wait`: True in a forward pass: block until that copy has arrived. Otherwise, or if the restoration
-        `computes`, return at once; a later call resumes the generator.
+        `wait`: whether to wait for that copy, as a forward pass must. If False, a later call resumes the
+        generator. A restoration that `computes` never waits.
 
         If the generator raises, or a copy fails or is late, the restoration ends and its tokens are
         recomputed. Raises Interrupted in a forward pass if a request arrives or is cancelled."""

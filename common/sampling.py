@@ -21,8 +21,8 @@ def likeliest(logits) -> list[int]:
 def draw(logits, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
     """Draw a token from the logits [V] of one request.
 
-    `top_k` keeps the k likeliest tokens (0: all). Of these, `top_p` keeps the likeliest, until they have the
-    part `top_p` of the probability that `top_k` has left. Of equally likely tokens, the lowest ids stay."""
+    `top_k` keeps the k likeliest tokens (0: all). Of these, `top_p` keeps the likeliest, until their
+    probabilities add up to `top_p` times the sum over all k. Of equal tokens, the lowest ids stay."""
     u = 1 - torch.rand(1, dtype=torch.double, generator=generator).to(logits.device)    # above 0, up to 1
     shares = (logits.float() / max(temperature, 1e-30)).softmax(-1)                     # [V]
     if not 0 < top_k < len(shares) and top_p >= 1:

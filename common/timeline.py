@@ -1,4 +1,6 @@
-"""When each lane was busy: the spans of a request. On a GPU, a point in time is a CUDA event."""
+"""The spans of a request: when the processor, each link and each worker was busy for it.
+
+On a GPU, a point in time is a CUDA event."""
 import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -28,7 +30,7 @@ class Clock:
         self.base_seconds = time.perf_counter()
 
     def mark(self):
-        """Mark the current point in time, or on a GPU the point that the current stream's queue has reached.
+        """Mark the current point in time. On a GPU: the point at which all work queued so far is done.
 
         Returns: a number, or a CUDA event on a GPU. Pass it to `seconds`."""
         if self.device.type != "cuda":
