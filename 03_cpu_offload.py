@@ -65,6 +65,7 @@ class HostCache(Cache):
     """A Cache of KV blocks in host memory. Full device blocks are copied to it, and come back layer by
     layer."""
 
+    # A request may ask that its blocks are not copied to host memory
     fields = {"offload_after": (lambda value: isinstance(value, bool), "true or false")}
 
     def __init__(self, blocks: int, bandwidth: modelled_link.Bandwidth | float | None = None):
@@ -79,6 +80,7 @@ class HostCache(Cache):
     def attach(self, engine):
         super().attach(engine)
         memory, bandwidth, wake = self.pool.memory, self.bandwidth, engine.wake.set
+        # Without a GPU, threads copy: `beside` leaves them a core, `background` lets them run last
         self.load_link = hardware.connect("load", engine.clock, bandwidth, wake, beside=self.model)
         self.save_link = hardware.connect("save", engine.clock, bandwidth, wake, background=True)
         shape = len(memory), self.blocks, 2, *memory.shape[3:]  # [L, blocks, 2, block_size, KVH, hd]

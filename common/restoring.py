@@ -213,7 +213,10 @@ class Restorer:
 
     def end_restoration(self, request: Request):
         """Remove the restoration from its request, and count the restored tokens. Blocks stay referenced
-        until their copies complete (`Cache.hold`)."""
+        until their copies complete (`Cache.hold`).
+
+        If a forward pass followed the copies, this is called after the pass, when the request has its first
+        token."""
         restoration, request.restoration, request.portion = request.restoration, None, math.inf
         self.stop(restoration)
         if request.computed >= restoration.end and (restored := restoration.restored):
