@@ -135,39 +135,44 @@ class Layer(nn.Module):
         return self.after_attention(hidden, attend(*self.before_attention(hidden, rotation)))
 
 
-# The same bits. PyTorch's CPU kernel adds up blocks of KEYS keys, from the first key on. A masked key adds
-# exactly 0. Incomplete blocks of keys or rows are added up in another order. With whole blocks of both, the
-# result of a row does not depend on the other rows.
+# Why a row can have the same bits alone and in a batch: PyTorch's attention on a CPU sums over the keys in
+# blocks of KEYS, from the first key on, and a masked key adds exactly 0. If the last block (of keys, or of
+# rows) has an unusual length, the order may differ. Padded to a usual length, a row depends on no other row.
 KEYS, ROWS = 512, 4
 
 
 def whole_blocks(keys: int) -> int:
-    """-> `keys` rounded up to whole blocks. Up to 128 keys are added in the same order as in a block."""
-    return 128 if keys <= 128 else keys + -keys % KEYS
+    """-> `keys` rounded up to a number that is summed in the same order as whole blocks: a multiple of 32, of
+    which the last block has up to 192 keys, or 384 or more. (Between the two the kernel sums two halves.)"""
+    keys += -keys % 32
+    last = keys % KEYS
+    return keys + 384 - last if 192 < last < 384 else keys
 
 
 def attention(q, k, v, mask):
     """Compute attention of q [T, H, hd] over k, v [S, KVH, hd]; or of each row over its own k, v
     [T, S, KVH, hd].
 
-    `mask` is added to the scores, and may have more keys than k [S, KVH, hd]. None means causal, except that
-    a single row
-    attends to everything. The KV heads are not copied for the query heads that share them. Returns:
-    [T, H, hd]."""
-    if mask is not None and (more := mask.shape[-1] - k.shape[-3]):
+    `mask` is added to the scores. If it is wider than k [S, KVH, hd], k and v are padded with zeros. None
+    means causal, except that a single row attends to everything. The KV heads are not copied for the query
+    heads that share them. Returns: [T, H, hd]."""
+    on_cpu, keys, alone = q.device.type == "cpu", k.shape[-3], k.ndim == 4 or len(q) == 1
+    causal = mask is None and not alone
+    wide = whole_blocks(keys) if causal and on_cpu else keys if mask is None else mask.shape[-1]
+    if more := wide - keys:
         k, v = (torch.cat((side, side.new_zeros(more, *side.shape[1:]))) for side in (k, v))
-    if alone := k.ndim == 4 or len(q) == 1:      # one token per row: a group of heads acts as queries
+    if alone:   # each row has keys of its own: the query heads that share a KV head are its queries
         shape = len(q), -1, *k.shape[-2:]
         k, v = (side.reshape(shape).transpose(1, 2) for side in (k, v))          # [T, KVH, S, hd] each
         rows = q.unflatten(1, (k.shape[1], -1))                                  # [T, KVH, H/KVH, hd]
     else:
         rows, k, v = (side.transpose(0, 1)[None] for side in (q, k, v))          # [1, heads, tokens, hd] each
-    count, causal, gqa = rows.shape[2], mask is None and not alone, k.shape[1] != rows.shape[1]
-    if q.device.type == "cpu" and count % ROWS and (mask is not None or q.dtype.itemsize == 2):
-        rows = F.pad(rows, (0, 0, 0, -count % ROWS))
+    count, gqa = rows.shape[2], k.shape[1] != rows.shape[1]
+    fill = more if causal else -count % ROWS
+    if fill and on_cpu and (mask is not None or causal or q.dtype.itemsize == 2):
+        rows = F.pad(rows, (0, 0, 0, fill))
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
-    out = out[:, :, :count]
-    return out.flatten(1, 2) if alone else out[0].transpose(0, 1)                # [T, H, hd]
+    return out[:, :, :count].flatten(1, 2) if alone else out[0, :, :count].transpose(0, 1)   # [T, H, hd]
 
 
 def causal_mask(count: int, end: int, device, dtype, same_bits: bool = False):
@@ -177,7 +182,7 @@ def causal_mask(count: int, end: int, device, dtype, same_bits: bool = False):
     single row attends to everything (without `same_bits`), and attention over a whole sequence is causal by
     default."""
     on_cpu = device.type == "cpu"
-    if count == 1 and not (same_bits and on_cpu) or count == end and (not on_cpu or end % KEYS == 0):
+    if 1 < count == end or count == 1 and not (same_bits and on_cpu):
         return None
     if device.type == "cuda" and dtype.itemsize == 2:      # flash attention takes no mask tensor
         from torch.nn.attention.bias import causal_lower_right  # a slow import (1 s)
@@ -200,7 +205,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.digest = b""  # SHA-256 of config and weights, set by checkpoint.load; part of each block key
-        self.same_bits = False  # CPU only: a row that is computed alone has the bits that it has in a batch
+        self.same_bits = False  # CPU only: True: a row gives the same bits alone and in a batch
         self.pieces = None  # GPU only: CUDA graphs of the layers, set by checkpoint.load
         where = dict(dtype=dtype, device=device)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))

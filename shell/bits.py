@@ -14,7 +14,7 @@ REFUSED = ("--same-bits cannot be promised here: the results of this processor's
 # Tokens of the attention, and rows of the products (of large weights), computed as a whole and in parts
 TOKENS, ROWS, FEWER = 800, 515, 67
 # (rows, tokens) of portions that end inside a block of keys or at its end, and inside a block of rows
-PORTIONS = (1, 60), (1, TOKENS), (2, 300), (12, KEYS), (99, 612), (100, 100), (300, 300), (KEYS, KEYS)
+PORTIONS = (1, 60), (1, 180), (1, TOKENS), (2, 300), (12, KEYS), (99, 612), (100, 100), (300, 300)
 
 
 @torch.inference_mode()
