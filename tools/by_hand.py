@@ -190,7 +190,7 @@ def printed(words: list[str]) -> str:
         for name, option in inspect.signature(function).parameters.items():
             most = 80 if name in ("layers", "chunks") else 10**6  # these are drawn one by one
             kinds = {int: cli.bounded(int, 1, most), float: cli.bounded(float, 0.001, most), str: planned.plan}
-            meaning = function.__doc__.partition(f"    {name}: ")[2].partition("\n")[0]
+            meaning = inspect.getdoc(function).partition(f"\n{name}: ")[2].partition("\n")[0]
             one.add_argument(f"--{name}", type=kinds[type(option.default)], default=option.default, help=meaning)
         one.add_argument("--draw", type=Path, metavar="FILE.svg", help="also write the output as a picture")
     for one in parser, *chapters.choices.values():
