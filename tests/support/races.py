@@ -82,17 +82,17 @@ def show(race: str) -> bool:
     """Print both results. Returns: True if answers are wrong only without the guard."""
     guard, words, *_ = RACES[race]
     right = not answers()
-    print(f"{words}\nThe guard: {guard}.\n\nwith the guard:    {'all 180 answers are right' if right else 'an answer is WRONG'}")
+    print(f"{words}\nThe guard: {guard}.\n\nwith its guard:    {'right: all 180 answers' if right else 'WRONG'}")
     try:
         wrong = answers(race)
     except Exception as error:  # without the guard the engine itself may break
-        print(f"without the guard: WRONG: the engine ends with {error!r}")
+        print(f"without it:        WRONG: the engine ends with {error!r}")
         return right
     if wrong is None:
-        print("without the guard: all answers are right this time; a race does not always go wrong")
+        print("without it:        right this time; a race does not always go wrong")
         return False
     request, tokens = wrong
-    print(f"without the guard: an answer is WRONG; {request.cached_tokens} of its {request.prompt_tokens} prompt tokens were restored")
+    print(f"without it:        WRONG: an answer to {request.prompt_tokens} tokens, {request.cached_tokens} of them restored")
     print(f"  tokens of chapter 01: {tokens}\n  its own tokens:       {request.new or repr(request.outcome)}")
     return right
 
