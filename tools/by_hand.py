@@ -112,7 +112,7 @@ def chapter_06(chunks=8, load=4.0, compute=2.0, more=1.0, gbps=10.0):
     chunks: number of chunks of the history
     load: ms to read a chunk from storage
     compute: ms to compute the first chunk
-    more: ms by which each chunk takes longer to compute than the one before
+    more: ms that each chunk takes to compute beyond the chunk before it
     gbps: Gbit/s of storage in the table of a 7B on an A100
     """
     costs = dict(compute=[compute + more * number for number in range(chunks)], storage=[load] * chunks)
