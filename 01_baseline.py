@@ -15,8 +15,9 @@ all of it. With n tokens of history, the time to first token (TTFT) is
 
 All of this work was done before, in earlier turns. Chapters 02 to 09 avoid it, each in its own way. They must
 produce the same tokens as this file. Therefore this file shares no engine with them. Two of the papers
-compare with the same baseline: HCache (EuroSys '25, section 2.4) calls it recomputation, and Cake (section
-5.1) calls it compute-only.
+compare with a baseline that recomputes: HCache (EuroSys '25, section 2.4) calls it recomputation, and Cake
+(section 5.1) calls it compute-only. Their baselines compute many requests together, as chapter 02 does. This
+file answers one request after the other.
 
     python 01_baseline.py --demo
     python 01_baseline.py --prompt "What is a KV cache?"

@@ -11,8 +11,8 @@ engine computes. When the two pointers meet, the history is complete:
     computed                  they meet here             loaded
     |#########################|==========================|
 
-If loading all tokens takes l seconds and computing all of them c seconds, both ends meet after
-l c / (l + c) seconds, provided that neither one waits.
+Suppose that loading all tokens takes l seconds and computing all of them c seconds, that all tokens cost the
+same, and that neither side waits. Then both ends meet after l c / (l + c) seconds.
 
 Neither side reserves a chunk in advance. So prefill need not wait for storage, except with `--share 0`: then
 it starts when loading has ended or is late. The engine's own thread moves both pointers, so no lock is

@@ -5,9 +5,10 @@ the time to first token. In every decode step each layer's weights and all of it
 link. The link is the bottleneck, and the processor is idle.
 
 The mechanism. Keep part of the context as activations, the inputs of the layers (ACT blocks), and the rest as
-K and V (KV blocks). With multi-head attention an ACT block has half the bytes of a KV block. The processor
-rebuilds K and V from ACT blocks while the link copies the next weights and blocks. With the right share of
-ACT blocks both lanes take equally long:
+K and V (KV blocks). With multi-head attention an ACT block has half the bytes of a KV block. (With
+grouped-query attention it is usually as large or larger. Then the best plan has KV blocks only.) The
+processor rebuilds K and V from ACT blocks while the link copies the next weights and blocks. With the right
+share of ACT blocks both lanes take equally long:
 
     seconds for one layer           link                processor
     the paper's equations 2, 3      W + (1 - a) K       aR
@@ -675,6 +676,8 @@ def make_planner(model: Llama, arguments) -> tuple[Planner, modelled_link.Bandwi
     largest = max(sizes.kv, sizes.act) if arguments.policy in ("act-only", "paper") else sizes.kv
     blocks = cli.blocks_that_fit(arguments.blocks, useful, largest, torch.device("cpu"), "--blocks")
     device = 1e9 * arguments.device_memory if arguments.device_memory else (layers // 2 + 2) * sizes.weights
+    if sizes.act >= sizes.kv:
+        print("Query heads share KV heads: ACT blocks are the larger ones; keep KV blocks.", file=sys.stderr)
     if model.device.type == "cuda":
         rows = max(arguments.mini_batch, model.config.max_position_embeddings)
         buffers = 2 * rows // size * (sizes.kv + sizes.act) // layers

@@ -16,8 +16,9 @@ blocks of the rank's own KV heads.
 Hidden states are the same on all ranks. So each rank keeps 1/n of their columns. To restore a layer, an
 all-gather joins the columns to whole rows while the next layer is copied; then each rank projects them to K
 and V of its own heads. A projection of whole rows adds in the same order as the forward pass, so its result
-has the same bits. (In HCache the ranks divide rows. The lesson explains why columns are divided here and what
-the ranks would have to agree on in chapters 05 and 06.)
+has the same bits. With grouped-query attention hidden states are usually as large as K and V or larger; then
+`--keep kv` is the better choice. (In HCache the ranks divide rows. The lesson explains why columns are
+divided here and what the ranks would have to agree on in chapters 05 and 06.)
 
 Agreement. Every rank runs the same engine on the same requests. No rank sends its decisions, because engines
 decide alike if they work with the same numbers. Some numbers may differ between ranks. For these all ranks
@@ -48,7 +49,8 @@ fewest hits has found. If there are fewer KV heads than ranks, several ranks sha
 them writes its objects, and all of them read these.
 
 Sources: Megatron-LM (Shoeybi et al., 2019, section 3); HCache (EuroSys '25), section 5; HiCache (SGLang's
-design document), on several ranks and on the layout `page_head`.
+design document), on several ranks and on storage that engines with other numbers of ranks share. HiCache's
+radix tree and its policies are not divided here: they are chapter 07's.
 
     python 09_tensor_parallel.py --demo --ranks 2
     python 09_tensor_parallel.py --keep states             # the server, on http://127.0.0.1:5000
@@ -465,8 +467,6 @@ def demo(model, frontend: Frontend, arguments):
     for keep in ("kv", "states"):
         one, each = carried[keep, 1] / 1e6, carried[keep, ranks.count] / 1e6
         print(f"  {KEEPS[keep]}: {one:.2f} MB over one rank's link, {each:.2f} over each of {ranks.count}")
-    if carried["states", 1] > carried["kv", 1]:
-        print("  Query heads share KV heads: here K and V have fewer bytes than hidden states; keep K and V")
     found = [request.cached_tokens for request in lost]
     lost_by = f"After rank {ranks.count - 1} has lost a page of one head there,"
     print(f"\nOf {len(prompt)} tokens {found[0]} come from storage. {lost_by}")
@@ -518,6 +518,8 @@ def make_engine(model, arguments, keep: str | None = None) -> paged.Engine:
     block_bytes = size * config.kv_numbers_per_token * model.dtype.itemsize
     kept = size * hidden_states.bytes_per_token(model) // ranks.count if keep == "states" else block_bytes
     on_device = cli.blocks_that_fit(arguments.gpu_blocks, useful, block_bytes, model.device, "--gpu-blocks")
+    if whole and not ranks.rank and keep == "states" and kept >= block_bytes:
+        print("Query heads share KV heads: hidden states take no fewer bytes; use --keep kv", file=sys.stderr)
     options = argparse.Namespace(**{**vars(arguments), "gpu_blocks": on_device})
     on_host = hardware.host_blocks(model, options, kept)
     options.gpu_blocks, on_host = ranks.all_min([on_device, on_host])

@@ -122,7 +122,7 @@ class LikeA100(Bandwidth):
         super().__init__(A100 * row_bytes * projected_rows(model))
 
     def __str__(self):
-        return f"{super().__str__()}, as for an A100: restoring a layer takes {A100:.2f} times its transfer"
+        return f"{super().__str__()}, as for an A100 (docs/reference.md, The modelled link)"
 
 
 def speed(string: str) -> Bandwidth | None:

@@ -44,12 +44,29 @@ def restored(plan: str, costs) -> tuple[list, list]:
 def chapter_03(layers=4, kv=4.0, question=3.0):
     """Compute a chapter's example. The arguments of each of these functions are its options, with the lesson's numbers.
 
+    layers: number of layers
+    kv: ms to copy K and V of the history, for one layer
+    question: ms to compute the question's rows in one layer
+
     Returns: (numbers for the formulas, tables, lanes as (title, spans))."""
     through, spans = restored("K" * layers, planned.LayerCosts(1.0, 1.0, 1.0, kv, question))
     return dict(ttft=through[-1], apart=layers * (kv + question)), [], [("", spans)]
 
 
 def chapter_04(T=1024, D=2048, heads=32, head=64, bytes=2, layers=8, states=4.0, project=2.0, question=1.0, running=16):
+    """Compute chapter 04's example.
+
+    T: tokens of the history (in the formula, not in the lanes)
+    D: numbers of a hidden state, the model's width (in the formulas, not in the lanes)
+    heads: number of KV heads
+    head: numbers of a head
+    bytes: bytes of a number
+    layers: number of layers
+    states: ms to copy the hidden states of the history, for one layer; K and V take as much longer as they have more bytes
+    project: ms to project the hidden states of one layer to K and V
+    question: ms to compute the question's rows in one layer
+    running: number of requests that decode at once
+    """
     kv, hidden, rows, noted = 2 * heads * head * bytes, D * bytes, running * (layers - 1), planned.hidden_states.SNAPSHOT
     made = dict(kv=kv, hidden=hidden, share=hidden / kv, rows=rows, parts=layers - 1, noted=f"{noted >> 20} MiB")
     made["ratio"] = on_paper.layer_flops(on_paper.Model("", layers, D, 1.0), T) / (4 * T * D**2)
@@ -60,6 +77,16 @@ def chapter_04(T=1024, D=2048, heads=32, head=64, bytes=2, layers=8, states=4.0,
 
 
 def chapter_05(layers=6, recompute=12.0, project=3.0, states=2.0, kv=4.0, question=1.0, plan="best"):
+    """Compute chapter 05's example.
+
+    layers: number of layers
+    recompute: ms to recompute one layer for the whole history
+    project: ms to project the hidden states of one layer to K and V
+    states: ms to copy the hidden states of one layer
+    kv: ms to copy K and V of one layer
+    question: ms to compute the question's rows in one layer
+    plan: the plan that is drawn: best, paper, or a letter (R, H, K) for each layer
+    """
     costs = planned.LayerCosts(recompute, project, states, kv, question)
     best, closed = planned.best_plan(layers, costs), planned.closed_form(layers, costs)
     plan, hidden = dict(best=best, paper=closed).get(plan, plan), "R" + "H" * (layers - 1)
@@ -75,12 +102,19 @@ def chapter_05(layers=6, recompute=12.0, project=3.0, states=2.0, kv=4.0, questi
     arrives = plan.count("R") * [""] + [end for lane, _, _, end in lanes[plan] if lane == "load"]
     table = (plan, *range(layers)), ("arrives", *arrives), ("through", *restored(plan, costs)[0])
     slower, dear = ("slow_projecting", kv) if project > states else ("slow_link", recompute)
-    made = {slower: layers * dear / (dear + abs(project - states)), "closed": closed}
-    shown = [(letters, lanes[letters]) for letters in dict.fromkeys([hidden, plan])]
-    return dict(made, bound=planned.bound_seconds(layers, costs)), [table, rows], shown
+    made = {slower: layers * dear / (dear + abs(project - states)), "closed": closed, "bound": planned.bound_seconds(layers, costs)}
+    return made, [table, rows], [(letters, lanes[letters]) for letters in dict.fromkeys([hidden, plan])]
 
 
 def chapter_06(chunks=8, load=4.0, compute=2.0, more=1.0, gbps=10.0):
+    """Compute chapter 06's example.
+
+    chunks: number of chunks of the history
+    load: ms to read a chunk from storage
+    compute: ms to compute the first chunk
+    more: ms that each chunk takes to compute beyond the chunk before it
+    gbps: Gbit/s of storage in the table of a 7B on an A100
+    """
     costs = dict(compute=[compute + more * number for number in range(chunks)], storage=[load] * chunks)
     order = dict(compute=range(1, chunks + 1), storage=range(chunks, 0, -1))
     events = sorted((end, lane, f"chunk {number}", end - took) for lane in costs
@@ -97,6 +131,15 @@ def chapter_06(chunks=8, load=4.0, compute=2.0, more=1.0, gbps=10.0):
 
 
 def chapter_07(pages=64, read=4.0, link=0.25, compute=4.0, question=10.0, timeout=85.0):
+    """Compute chapter 07's example.
+
+    pages: number of pages of 16 tokens that only storage has
+    read: ms until storage has delivered one more page
+    link: ms to copy a page to the device
+    compute: ms to compute a page
+    question: ms to compute the question
+    timeout: ms that the policy timeout waits
+    """
     per_read, arrived = min(pages, tiered.READ // 16), min(pages, int(timeout / read))  # pages
     waited, last = min(timeout, pages * read), min(per_read, arrived)
     l, c = pages * max(read, link), pages * compute  # noqa: E741
@@ -112,6 +155,15 @@ def chapter_07(pages=64, read=4.0, link=0.25, compute=4.0, question=10.0, timeou
 
 
 def chapter_08(weights=12.0, kv=1.5, rebuild=1.0, new=5.0, device=3, room=37):
+    """Compute chapter 08's example, for one layer.
+
+    weights: ms to load the weights
+    kv: ms to load a KV block; an ACT block takes half of it
+    rebuild: ms to rebuild K and V from an ACT block
+    new: ms to compute the new tokens
+    device: number of ACT blocks on the device
+    room: room of host memory, in half blocks: a KV block takes two, an ACT block one
+    """
     act, kvs = hybrid.algorithm_1(weights, rebuild, kv, device, room, 0, 1, 2)
     if min(act, kvs) < 0:
         raise ValueError(f"--room {room} is too little to balance both lanes; give more half blocks.")
@@ -138,7 +190,8 @@ def printed(words: list[str]) -> str:
         for name, option in inspect.signature(function).parameters.items():
             most = 80 if name in ("layers", "chunks") else 10**6  # these are drawn one by one
             kinds = {int: cli.bounded(int, 1, most), float: cli.bounded(float, 0.001, most), str: planned.plan}
-            one.add_argument(f"--{name}", type=kinds[type(option.default)], default=option.default, help=" ")
+            meaning = inspect.getdoc(function).partition(f"\n{name}: ")[2].partition("\n")[0]
+            one.add_argument(f"--{name}", type=kinds[type(option.default)], default=option.default, help=meaning)
         one.add_argument("--draw", type=Path, metavar="FILE.svg", help="also write the output as a picture")
     for one in parser, *chapters.choices.values():
         one.error = lambda message: sys.exit(f"by_hand: {message}; --help lists the options")

@@ -82,7 +82,7 @@ def show(race: str) -> bool:
     """Print both results. Returns: True if answers are wrong only without the guard."""
     guard, words, *_ = RACES[race]
     right = not answers()
-    print(f"{words}\nThe guard: {guard}.\n\nwith its guard:    {'right, in 180 requests' if right else 'WRONG'}")
+    print(f"{words}\nThe guard: {guard}.\n\nwith its guard:    {'right: all 180 answers' if right else 'WRONG'}")
     try:
         wrong = answers(race)
     except Exception as error:  # without the guard the engine itself may break
@@ -92,8 +92,8 @@ def show(race: str) -> bool:
         print("without it:        right this time; a race does not always go wrong")
         return False
     request, tokens = wrong
-    print(f"without it:        WRONG: {len(request.new)} tokens after a prompt of {request.prompt_tokens}, found {request.found}")
-    print(f"  chapter 01 says    {tokens}\n  this engine says   {request.new or repr(request.outcome)}")
+    print(f"without it:        WRONG: an answer to {request.prompt_tokens} tokens, {request.cached_tokens} of them restored")
+    print(f"  tokens of chapter 01: {tokens}\n  its own tokens:       {request.new or repr(request.outcome)}")
     return right
 
 
