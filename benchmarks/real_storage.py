@@ -222,26 +222,22 @@ def behind_history(plain, history, draws, rounds: int, folder: Path, same: dict,
                 ways[system, place] = partial(once, engine, history, partial(drop, own) if place == "dropped" else lambda: None)
         taken = measure.same_question_in_turn(ways, rounds, partial(draws, ASKED))
         projecting = 1e3 * engines["04"].lower_tier.cache.seconds_to_project(tokens) if "04" in engines else 0.0
-        plans = {"07": "K" * layers} | {name: one.lower_tier.cache.letters for name, one in engines.items() if name == "05"}
+        plans = {"04": "R" + "H" * (layers - 1), "07": "K" * layers}
+        plans |= {name: engine.lower_tier.cache.letters for name, engine in engines.items() if name == "05"}
     measure.check_alike(model, {name: [found["new"] for found in each] for name, each in taken.items()})
-    without = taken.pop("computed")
+    without, median = taken.pop("computed"), statistics.median
     alone, hit = ([found[what] for found in without] for what in ("ttft_ms", "hit_ms"))
     ttft = {way: [one["ttft_ms"] for one in each] for way, each in taken.items()}
-    plans["04"] = "R" + "H" * (layers - 1)
     for (system, place), found in taken.items():
-        size, speed, median = statistics.median(one["bytes"] for one in found), places[place], statistics.median
-        speed = speed or one_read(folder, int(size))
-        lanes = dict(reading_ms=1e3 * size / speed, projecting_ms=busy_ms(plans.get(system, ""), projecting, median(alone) / layers))
-        bound = max(lanes["reading_ms"], lanes["projecting_ms"] + median(hit))
-        if system in BOTH:
-            whole = 1e3 * tokens * model.config.kv_numbers_per_token * model.dtype.itemsize / speed
-            bound = median(hit) + both_ends.time_to_meet(whole, max(1e-3, median(alone) - median(hit)))[0]
+        counts = {what: median(one[what] for one in found) for what in ("bytes", "reads", "read_bytes", "fetched")}
+        speed = places[place] or one_read(folder, int(counts["bytes"]))
+        plan = plans.get(system, "")
         yield dict(
-            same, system=system, place=place, speed_gbps=speed / 1e9, is_slower=speed < 0.9 * even_speed(model), plan=plans.get(system, ""),
+            same, system=system, place=place, speed_gbps=speed / 1e9, is_slower=speed < 0.9 * even_speed(model), plan=plan, **counts,
             found=max((one["found"] for one in found), key=lambda tiers: sum(tiers.values())),
             restored=median(sum(one["found"].values()) for one in found),
-            **{what: median(one[what] for one in found) for what in ("bytes", "reads", "read_bytes", "fetched")},
-            ttft_ms=spread(ttft[system, place]), computed_ms=spread(alone), hit_ms=spread(hit), bound_ms=bound, **lanes,
+            ttft_ms=spread(ttft[system, place]), computed_ms=spread(alone), hit_ms=spread(hit),
+            **lanes_ms(model, system, plan, tokens, counts["bytes"], speed, projecting, min(alone), min(hit)),  # noise only slows
             over_computing=ratio(ttft[system, place], alone),
             sooner_than={other: ratio(ttft[other, place], ttft[system, place]) for other in SYSTEMS if (other, place) in ttft})  # fmt: skip
 
@@ -258,11 +254,18 @@ def one_read(folder: Path, size: int) -> float:
     return size / min(seconds)
 
 
-def busy_ms(plan: str, project: float, recompute: float) -> float:
-    """Return how many ms a plan keeps the processor busy, without the question. `project`, `recompute`: ms of
-    a layer. The last recomputed layer is only projected."""
-    recomputed = plan.count("R")
-    return (plan.count("H") + (recomputed > 0)) * project + max(0, recomputed - 1) * recompute
+def lanes_ms(model, system: str, plan: str, tokens: int, size: float, speed: float, project: float, alone: float, hit: float) -> dict:
+    """Return for how many ms a restoration reads, and projects or recomputes its layers; and its bound.
+
+    `size`: bytes that it reads, at `speed` bytes/s. `project`: ms to project a layer. `alone`, `hit`: TTFT in
+    ms of computing, and with the history on the device. The last recomputed layer is only projected."""
+    recomputed, whole = plan.count("R"), 1e3 * tokens * model.config.kv_numbers_per_token * model.dtype.itemsize / speed
+    reading = 1e3 * size / speed
+    projecting = (plan.count("H") + (recomputed > 0)) * project + max(0, recomputed - 1) * alone / len(model.layers)
+    bound = max(reading, projecting + hit)
+    if system in BOTH:
+        bound = hit + both_ends.time_to_meet(whole, max(1e-3, alone - hit))[0]
+    return dict(reading_ms=reading, projecting_ms=projecting, bound_ms=bound)
 
 
 PARTS = {part.__name__: (part, ["random:long"]) for part in (disk, restored)}

@@ -51,9 +51,9 @@ class Bench(ExitStack):
         self.model, self.rng, self.bandwidth = model, random.Random(0), hardware.bandwidth(model)
         self.draw = partial(draw, self.rng, model)  # (tokens)
 
-    def engine(self, on_device: int, cache=None):
-        """Return chapter 02's engine with room for `on_device` tokens."""
-        engine = engine_of(self.model, -(-on_device // PAGE), cache)
+    def engine(self, on_device: int, cache=None, page: int = PAGE, always: bool = False):
+        """Return chapter 02's engine with room for `on_device` tokens, in pages of `page` tokens."""
+        engine = engine_of(self.model, -(-on_device // page), cache, always, page)
         self.callback(engine.close)
         return engine
 
@@ -278,8 +278,7 @@ def sizes(model, arguments, on_device: int = 1408):
     for of_device, page in [*((of_device, PAGE) for of_device in HOSTS), *((1, page) for page in PAGES[1:])]:
         with Bench(model) as bench:
             cache = tiers.TieredCache(int(of_device * on_device) // page, bench.bandwidth)
-            engine = engine_of(model, on_device // page, cache, always=True, block_size=page)
-            bench.callback(engine.close)
+            engine = bench.engine(on_device, cache, page, always=True)
             requests = ask_by_zipf(bench, engine)
             yield dict(of_device=of_device, page=page, bytes=engine.counts["bytes_in"], ttft_ms=spread(ttft(requests)), **tiers.shares(requests))
 

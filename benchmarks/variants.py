@@ -19,11 +19,9 @@ from common.link import runs as runs_of
 from common.requests import Request
 from shell import hardware, lesson
 
-HiddenCache = hidden_states.HiddenCache
-
 # 1. Other ways to save -------------------------------------------------------------------------
 
-class EachStep(HiddenCache):
+class EachStep(hidden_states.HiddenCache):
     """Chapter 04's Cache that sends the rows of each step at once, not of several steps together."""
 
     def save(self, batch):
@@ -73,7 +71,7 @@ def saving(model, arguments, new: int = 32, tokens: int = 512):
     """Yield a row for 1 and for 16 running requests. Their document stays on the device, so mostly decoded
     tokens are saved."""
     rng, link = random.Random(0), hardware.bandwidth(model)
-    kinds = {"two stages": HiddenCache, "each layer": EachLayer, "direct": Direct}
+    kinds = {"two stages": hidden_states.HiddenCache, "each layer": EachLayer, "direct": Direct}
     document = draw(rng, model, tokens)
     for running in (1, 16):
         blocks = tokens // 16 + 16 * running
