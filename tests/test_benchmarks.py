@@ -45,11 +45,10 @@ def wider(tmp_path_factory):
     (both_ends, "steps", lambda row: len(row["steps_ms"]) == 7 and row["beside_over_alone"]["min"] > 0),
     (both_ends, "others", lambda row: row["loaded_chunks"] + row["computed_chunks"] == 3 and row["tbt_ms"]["both"]["min"] > 0),
     (tiered, "sizes", lambda row: 0 < row["gpu"] < 1 and row["gpu"] + row["cpu"] + row["computed"] == pytest.approx(1)),
-    (engine_bench, "same", lambda row: row["compared"] == row["equal"] > 0 and (row["bytes_restored"] > 0) == (row["chapter"] != "02")),
     (variants, "saving", lambda row: all(row["ways"][way]["bytes_out"] > 0 for way in ("two stages", "each layer", "direct"))),
     (real_storage, "disk", lambda row: row["direct_gbps"]["min"] > 0),
     (real_storage, "restored", lambda row: row["system"] not in WHOLE or row["restored"] == 192 and min(row["bytes"], row["reads"], row["bound_ms"]) > 0),
-], ids=["ttft", "at_once", "grid", "steps", "others", "sizes", "same", "saving", "disk", "restored"])  # fmt: skip
+], ids=["ttft", "at_once", "grid", "steps", "others", "sizes", "saving", "disk", "restored"])  # fmt: skip
 def test_a_part_yields_rows_whose_mechanism_ran_and_a_table(module, part, is_right, wider, monkeypatch):
     monkeypatch.setattr(planned, "LENGTHS", [64, 128])
     monkeypatch.setattr(both_ends, "STEP", 32)
@@ -68,6 +67,14 @@ def test_the_tiers_below_hold_as_many_blocks_as_the_larger_one(wider):
     """Chapter 03 copies each block of the device, so that the sizes of both do not add up."""
     (row,) = engine_bench.capacity(wider, argparse.Namespace(), on_device=32, on_host=96)
     assert row["on_host"] <= row["different"] < row["on_device"] + row["on_host"]
+
+
+def test_logits_of_restored_conversations_are_compared_with_chapter_01():
+    rows = [*engine_bench.same(SimpleNamespace(dtype=torch.float32), argparse.Namespace(name="classroom", device="cpu"))]
+    assert [row["bytes_restored"] > 0 for row in rows] == [False, True, True, True]
+    assert all(row["compared"] == row["equal"] > 0 for row in rows)
+    report = engine_bench.report([dict(claim="same", model="classroom", rows=rows)])
+    assert f"| 05 | {rows[-1]['bytes_restored'] / 1e6:.1f} MB | {rows[-1]['equal']:,} of" in report
 
 
 def test_all_parts_together_take_at_most_forty_minutes():
