@@ -173,7 +173,7 @@ def sessions(model, arguments):
             for text in texts:
                 service.first(text, time.perf_counter())
         base, left = {}, dict.fromkeys(services, True)  # base: system -> median TTFT at the lowest rate; left: system -> not diverged yet
-        for rate in RATES.get(name, RATES["random:long"]):
+        for rate in RATES.get(name) or RATES["random:long"]:
             taken = {system: [] for system, sustains in left.items() if sustains}
             for _ in range(RUNS):
                 rounds = arrivals(rng, model, rate)
