@@ -237,7 +237,7 @@ CLAIMS = [
           cells("ranks", "{model}, {keep}", lambda row: median(row["ttft_ms"]) / row["link_ms"], lambda row: row["bytes_over_link"], ranks=2)),
     Claim("04 to 07", "TTFT of a history on this machine's own disk, page cache dropped, over TTFT of computing; 1,024 and 1,984 tokens, one request",
           "HCache, 6.1.2 (figure 10): 0.17 to 0.38 of recomputing, behind 4K to 16K; A100s, 4 SSDs", ("<=", 0.5), "real_storage", from_disk("over_computing")),
-    Claim("03 to 07", "processor time of computing a prompt of 500 to 1,900 tokens over that of llama.cpp (native kernels, 4-bit weights); SmolLM2, float32", "-",
+    Claim("03 to 07", "processor time of computing a prompt of 500 to 1,900 tokens over that of llama.cpp (AVX2, 4-bit weights); SmolLM2, float32", "-",
           ("<=", 1.0), "peers", beside_llama("computed", "03", "04", "06", "07")),
     Claim("07", "processor time of TTFT of 1,900 tokens of K and V from files in the page cache over that of llama.cpp from its file; SmolLM2, float32", "-",
           ("<=", 1.2), "peers", beside_llama("files", "07", tokens=1900)),
