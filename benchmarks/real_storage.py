@@ -50,7 +50,7 @@ from shell import backends, lesson
 from shell.modelled_link import Bandwidth
 
 SIZES, AT_ONCE, READ = {"1 MiB": 1 << 20, "64 KiB": 1 << 16}, 8, 32 << 20  # bytes; reads in flight; bytes of a sample
-LINK, HISTORIES = 1e11, [1024, 1984]  # bytes/s; tokens
+LINK, HISTORIES = 1e11, [512, 1024, 1984]  # bytes/s; tokens
 SYSTEMS, BOTH, LIMIT_GB = ("04", "05", "07"), ("06", "07, both_ends"), 10.0
 IN_MEMORY = "tmpfs", "ramfs"
 
