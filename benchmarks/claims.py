@@ -142,7 +142,7 @@ def whole(figure: Callable, *policies: str) -> Callable:
 
 
 def from_disk(key: str) -> Callable:
-    return cells("restored", "{system}, {history_tokens}", lambda row: row[key], lambda row: row.get("fetched") and row["restored"] >= 900, place="dropped")
+    return cells("restored", "{system}, {history_tokens}", lambda row: row[key], lambda row: row.get("fetched") and row["restored"] * (row["history_tokens"] > 1000), place="dropped")
 
 
 def from_storage(other: str, system: str, exercised: Callable = lambda row: True) -> Callable:
