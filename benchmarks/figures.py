@@ -67,7 +67,7 @@ def prefetched(found: list[dict]) -> dict[str, list[dict]]:
 def decoded(found: list[dict]) -> dict[str, list[dict]]:
     """Return one panel: a decode step with K and V only, with activations only, and with both."""
     policies = [row["policies"] for row in rows(found, "grid", f=1.25)][-1:]
-    each = {name: row["spans"] for row in policies for name, row in row.items() if row.get("spans")}
+    each = {name: row[name]["spans"] for row in policies for name in ("kv-only", "act-only", "hybrid") if row[name].get("spans")}
     return {"": [dict(said=name, spans=spans, end_ms=max(span["end_ms"] for span in spans)) for name, spans in each.items()]}
 
 
