@@ -173,8 +173,7 @@ def report(found: list[dict]) -> str:
     many = [f"16 requests at once, against one after another in chapter 01 ({row['model']}): "
             f"{tables.with_spread(row['ratio'], 'x')} the tokens per second."
             for row in tables.rows(found, "throughput")]  # fmt: skip
-    kept = [f"A device of {row['on_device']} blocks and a host of {row['on_host']} hold {row['different']} different blocks (the text behind "
-            f"chapter 03: {row['on_device'] + row['on_host']}, since there each block is in one of them only)."
+    kept = [f"A device of {row['on_device']} blocks and a host of {row['on_host']} hold {row['different']} different ones (the text behind 03: the sum)."
             for row in tables.rows(found, "capacity")]  # fmt: skip
     return tables.paragraphs(
         *many, *kept,

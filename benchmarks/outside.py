@@ -214,8 +214,8 @@ def against(runs: list[list[dict]], taken: dict) -> dict:
 def sustained(rows: list[dict]) -> dict[str, float]:
     """Return for each system the rounds a second at which its TTFT diverges.
 
-    There its median TTFT is DIVERGED times that at the lowest rate. The rate is interpolated between two measured rates on logarithmic scales. A system that never diverged has its
-    highest measured rate."""
+    There its median TTFT is DIVERGED times that at the lowest rate. The rate is interpolated between two
+    measured rates on logarithmic scales. A system that never diverged has its highest measured rate."""
     found = {}
     for system in dict.fromkeys(row["system"] for row in rows):
         each = [(row["rate"], tables.median(row["over_lowest_rate"])) for row in rows if row["system"] == system]

@@ -85,8 +85,8 @@ def on_ssds(model: Model, each: int | None = None, tokens: int = TOKENS) -> plan
 def paper_seconds(plan: str, costs: planned.LayerCosts) -> float:
     """Return the seconds of a plan as HCache counts them.
 
-    Recomputed layers are computed whole, and no question follows. The result is the longest of three times: all computing; loading and projecting the hidden states in a pipeline;
-    and the link."""
+    Recomputed layers are computed whole, and no question follows. The result is the longest of three times:
+    all computing; loading and projecting the hidden states in a pipeline; and the link."""
     recompute, hidden, kv = map(plan.count, "RHK")
     computing, loading = recompute * costs.recompute + hidden * costs.project, hidden * costs.load_states
     over_states = max(costs.load_states + hidden * costs.project, loading + costs.project) if hidden else 0.0
