@@ -4,7 +4,7 @@
 
 sessions        sixteen sessions at once (HCache, Figure 9). Each system is a server of its own, and clients
                 ask it over HTTP. The device loses its cached blocks before each round, except in 02, the
-                ideal. "02, recomputing" is the same server without its cached blocks: it computes each
+                ideal. "02 recomputing" is the same server without its cached blocks: it computes each
                 history again. Rounds arrive as a Poisson process, and its rate rises until TTFT diverges.
                 All systems play the same rounds in turn, in three runs. TTFT counts from the moment when a
                 round was due.
@@ -31,7 +31,7 @@ from benchmarks.planned import CHAPTERS, QUESTION
 from shell import handle_signals, interrupt
 
 SESSIONS, RUNS, ROUNDS, BEGINS, ANSWER = 16, 3, 16, 800, 8  # ROUNDS: of all sessions in a run; tokens of a first history, an answer
-IDEAL, RECOMPUTING = "02", "02, recomputing"
+IDEAL, RECOMPUTING = "02", "02 recomputing"
 SYSTEMS = IDEAL, RECOMPUTING, "03", "04", "05"
 # Rounds a second; classroom is fast enough for more of them
 RATES = {"random:long": [1.5 * 1.6**step for step in range(6)], "classroom": [6.0, 12.0]}
