@@ -3,9 +3,8 @@
     python -m benchmarks.baseline                       all models; results in benchmarks/results/
     python -m benchmarks.baseline --model random:tinyllama --dtype bfloat16 --new-tokens 33
 
-One request of 512 tokens, of which nothing is cached. `transformers` is not compiled, and runs with each of
-its caches: dynamic (its default, with which the claims compare), and on a GPU also static and offloaded to
-host memory. TBT is the mean time between the tokens of one answer.
+One request of 512 tokens, of which nothing is cached. `transformers` is not compiled, and runs with its
+default cache, which is called dynamic. TBT is the mean time between the tokens of one answer.
 """
 import importlib
 import time
@@ -21,16 +20,16 @@ from shell import cli, lesson
 from shell.checkpoint import reference_model
 
 baseline, paged = importlib.import_module("01_baseline"), importlib.import_module("02_paged_kv")
-PEERS = {"dynamic": {}, **{name: dict(cache_implementation=name) for name in ("static", "offloaded")}}
+PEER = "dynamic"
 
 
-def ask_theirs(model, prompt: list[int], new: int, **cache) -> tuple[float, float, list[int]]:
+def ask_theirs(model, prompt: list[int], new: int) -> tuple[float, float, list[int]]:
     """Ask `generate` of transformers, greedy and not compiled: compiling takes longer than it saves here, and
-    needs a compiler. `cache`: options of `generate`. Returns: TTFT in ms, TBT in ms, and the new tokens."""
+    needs a compiler. Returns: TTFT in ms, TBT in ms, and the new tokens."""
     times, ids = [time.perf_counter()], torch.tensor([prompt], device=model.device)  # [1, T]
     streamer = SimpleNamespace(put=lambda tokens: times.append(time.perf_counter()), end=lambda: None)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
-                         streamer=streamer, pad_token_id=0, disable_compile=True, **cache)
+                         streamer=streamer, pad_token_id=0, disable_compile=True)
     begin, _, first, *later = times  # the streamer first receives the prompt
     return (first - begin) * 1e3, ([first, *later][-1] - first) / max(1, new - 1) * 1e3, out[0, len(prompt):].tolist()
 
@@ -53,8 +52,7 @@ def lone(model, arguments):
     prompt = torch.randint(5, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     ways = {"01": partial(ask_ours, baseline.Engine(model), prompt, new),
             "02": partial(ask_ours, paged.Engine(paged.Runner(model, (length + new) // 8)), prompt, new)}
-    peers = [peer for peer in PEERS if peer == "dynamic" or device == "cuda"]
-    ways |= {peer: partial(ask_theirs, reference, prompt, new, **PEERS[peer]) for peer in peers}
+    ways[PEER] = partial(ask_theirs, reference, prompt, new)
 
     # 2. They take turns
     taken = {way: dict(zip(("ttft", "tbt", "tokens"), zip(*answers)))
@@ -62,10 +60,9 @@ def lone(model, arguments):
 
     engines = {way: dict(ttft_ms=spread(own["ttft"]), tbt_ms=spread(own["tbt"])) for way, own in taken.items()}
     for way, figures in engines.items():
-        yardstick = taken["01" if way == "02" else "dynamic"]["tokens"][-1]
+        yardstick = taken["01" if way == "02" else PEER]["tokens"][-1]
         figures["equal_tokens"] = sum(a == b for a, b in zip(taken[way]["tokens"][-1], yardstick))
-    faster = {ours: {peer: {what: ratio(taken[peer][what], taken[ours][what]) for what in ("ttft", "tbt")} for peer in peers}
-              for ours in ("01", "02")}  # fmt: skip
+    faster = {ours: {PEER: {what: ratio(taken[PEER][what], taken[ours][what]) for what in ("ttft", "tbt")}} for ours in ("01", "02")}
     yield dict(dtype=str(model.dtype).removeprefix("torch."), new_tokens=new, engines=engines, times_as_fast=faster)
 
 
@@ -77,9 +74,8 @@ def report(found: list[dict]) -> str:
     lines = [dict(row, chapter=chapter, own=row["engines"][chapter], faster=row["times_as_fast"][chapter])
              for row in rows for chapter in ("01", "02")]  # fmt: skip
     columns = {"model, chapter": "{model}, {dtype}, {chapter}", "TTFT": "{own[ttft_ms]:ms}", "TBT": "{own[tbt_ms]:ms}"}
-    for peer in [peer for peer in PEERS if any(peer in row["engines"] for row in rows)]:
-        for what in ("ttft", "tbt"):
-            columns[f"{what.upper()}, times as fast as {peer}"] = f"{{faster[{peer}][{what}]:spread}}"
+    for what in ("ttft", "tbt"):
+        columns[f"{what.upper()}, times as fast as {PEER}"] = f"{{faster[{PEER}][{what}]:spread}}"
     return tables.table("", {**columns, "tokens equal": "{own[equal_tokens]} of {new_tokens}"}, lines)
 
 

@@ -11,8 +11,11 @@ grid      TTFT of a question of 16 tokens behind a history that only storage has
           ones. The loader slows computing by the factor that is measured while the loader runs and none of
           its chunks is used (Figure 7).
 lengths   the same for several lengths at one bandwidth (Figure 5b): the share of tokens that is computed.
-steps     the time of each step of 256 tokens, computing alone (Figure 3), and the bytes of K and V that it
-          makes a second, beside reading them from a file and copying them in memory (Figure 2).
+steps     the time of each step of 256 tokens, computing alone (Figure 3) and beside a loader whose chunks are
+          dropped (Figure 7); and the bytes of K and V that it makes a second, beside reading them from a file
+          and copying them in memory (Figure 2).
+others    TBT of four requests that decode while the history is computed, loaded, or brought back from both
+          ends (Cake, 5.5: its overhead is negligible), in steps of 256 tokens.
 bits      chunks of 8 bits beside chunks in the model's dtype, which has 16 bits if the processor multiplies
           them: TTFT, answers that agree, and the largest error of K and V; with a whole step, and with half
           of one.
@@ -45,7 +48,7 @@ CHUNK = both_ends.CHUNK
 RATIOS, FEW, SHARES, SHARED = [4, 2, 1, 0.5, 0.25], [2, 1, 0.5], [0.9, 0.5, 0.1], [4]  # SHARED: the r that is measured with all shares
 HISTORIES = {"classroom": {1024: RATIOS, 1984: FEW}, "random:long": {1024: [1]}}  # tokens -> r
 LENGTHS = 512, 1024, 1984  # tokens
-QUESTION, STEP = 16, 256  # tokens
+QUESTION, STEP, OTHERS = 16, 256, 4  # tokens, tokens, requests
 
 
 class Cache(both_ends.BidirectionalCache):
@@ -96,10 +99,10 @@ class Bench:
         silent.index = self.modelled.index
         self.bytes = tokens // CHUNK * self.cache.chunk_bytes
 
-    def once(self, way: str, share: float = 1.0, question: list[int] | None = None) -> Request:
+    def once(self, way: str, share: float = 1.0, question: list[int] | None = None, others: int = 0) -> Request:
         """Ask a question behind the history. `way`: hit (on the device), compute, load, both, or beside
-        (compute while the loader runs); `share`: of each step, for this request. Returns: the finished
-        request."""
+        (compute while the loader runs); `share`: of each step, for this request; `others`: requests that
+        decode meanwhile, with `others_ms` between their tokens. Returns: the finished request."""
         engine, cache = self.engine, self.cache
         lesson.wait_until_idle(engine)
         if way != "hit":
@@ -114,12 +117,19 @@ class Bench:
         for _ in range(4 if share < 1 else 0):  # other requests already run when this one arrives
             self.fill(share)
             engine.step()
-        request.received = time.perf_counter()
+        decoding = [Request(self.draw(QUESTION), self.model.config.max_position_embeddings // 2) for _ in range(others)]
+        for other in decoding:
+            engine.submit(other)
+        while not all(other.new for other in decoding):
+            engine.step()
+        before, request.received = sum(len(other.new) for other in decoding), time.perf_counter()
         engine.submit(request)
         while request.outcome is None:
             self.fill(share)
             engine.step()
-        for other in self.crowd:
+        seconds, made = time.perf_counter() - request.received, sum(len(other.new) for other in decoding) - before
+        request.others_ms = 1e3 * seconds * others / max(1, made)
+        for other in self.crowd + decoding:
             engine.cancel(other, ClientDisconnected("it only took its share of each step"))
         self.crowd, cache.storage = [], self.storage
         if isinstance(request.outcome, Exception):
@@ -179,7 +189,6 @@ def cell(bench: Bench, speed: float, share: float, rounds: int) -> dict:
     return dict(
         history_tokens=bench.tokens, bytes=bench.bytes, share=share, hit_ms=hit, slowed=slowed, bound_ms=bound, mbps=speed / 1e6,
         ttft_ms={way: spread(each) for way, each in times.items()}, over_bound_ms=spread([ours - bound for ours in times["both"]]),
-        over_compute=ratio(times["both"], times["compute"]), over_load=ratio(times["both"], times["load"]),
         better_over_both=ratio(better, times["both"]), over_better=ratio(times["both"], better),
         loaded_chunks=loaded, computed_chunks=bench.tokens / CHUNK - loaded)  # fmt: skip
 
@@ -202,20 +211,40 @@ def lengths(model, arguments):
 # 2. Steps, and 8 bits ---------------------------------------------------------------------------------------
 
 def steps(model, arguments):
-    """Yield one row: the time of each prefill step; MB/s of computing, of a file and of host memory."""
+    """Yield one row: the time of each prefill step, alone and beside the loader; MB/s of computing, of a file
+    and of host memory."""
     bench = Bench(model, min(7, (model.config.max_position_embeddings - 2 * QUESTION) // STEP) * STEP)
     bench.engine.token_budget = STEP
-    asked = [bench.once("compute") for _ in range(1 + arguments.rounds)][1:]
-    spans = [[span for span in request.timeline.spans if span.lane == "compute"][: bench.tokens // STEP] for request in asked]
-    seconds = {"computing": [each[-1].end - each[0].start for each in spans]}
+    bench.use(bench.bytes / (1e-3 * bench.typical("compute")))
+    asked = lesson.in_turn({way: partial(bench.once, way) for way in ("compute", "beside")}, arguments.rounds)
+    spans, beside = ([[span for span in request.timeline.spans if span.lane == "compute"][: bench.tokens // STEP] for request in each]
+                     for each in asked.values())  # fmt: skip
+    seconds, steps_ms, beside_ms = {"computing": [each[-1].end - each[0].start for each in spans]}, *(
+        [[1e3 * (span.end - span.start) for span in each] for each in zip(*rounds)] for rounds in (spans, beside))
     content, into = torch.ones(2, int(bench.bytes), dtype=torch.uint8)
     with tempfile.TemporaryDirectory() as folder:
         (file := Path(folder) / "content").write_bytes(content.numpy())
         reads = {"a file, read before": file.read_bytes, "host memory": partial(into.copy_, content)}
         seconds |= {name: timeit.repeat(read, number=1, repeat=arguments.rounds) for name, read in reads.items()}
     yield dict(history_tokens=bench.tokens, bytes=bench.bytes,
-               steps_ms=[spread([1e3 * (span.end - span.start) for span in each]) for each in zip(*spans)],
+               steps_ms=list(map(spread, steps_ms)),
+               beside_over_alone=spread([statistics.median(b) / statistics.median(a) for a, b in zip(steps_ms, beside_ms)]),
                mbps={name: spread([bench.bytes / 1e6 / each for each in taken]) for name, taken in seconds.items()})
+    bench.engine.close()
+
+
+def others(model, arguments):
+    """Yield one row: TBT of OTHERS requests while the history comes back in each way."""
+    bench = Bench(model, max(LENGTHS))
+    bench.engine.token_budget = STEP
+    bench.use(bench.bytes / (1e-3 * bench.typical("compute")))
+    ways = {way: partial(bench.once, way, 1.0, others=OTHERS) for way in ("compute", "both", "load")}
+    taken = measure.same_question_in_turn(ways, arguments.rounds, partial(bench.draw, QUESTION))
+    tbt = {way: [request.others_ms for request in each] for way, each in taken.items()}
+    loaded = statistics.median(request.found.get("storage", 0) / CHUNK for request in taken["both"])
+    yield dict(others=OTHERS, history_tokens=bench.tokens, loaded_chunks=loaded, computed_chunks=bench.tokens / CHUNK - loaded,
+               ttft_ms={way: spread(ttft(each)) for way, each in taken.items()}, tbt_ms={way: spread(each) for way, each in tbt.items()},
+               tbt_over_computing={way: ratio(tbt[way], tbt["compute"]) for way in ("both", "load")})  # fmt: skip
     bench.engine.close()
 
 
@@ -245,8 +274,7 @@ def bits(model, arguments):
         bench.engine.close()
 
 
-PARTS = {"grid": (grid, list(HISTORIES)), "lengths": (lengths, ["classroom"]), "steps": (steps, ["classroom"]),
-         "bits": (bits, ["classroom"])}  # fmt: skip
+PARTS = {"grid": (grid, list(HISTORIES))} | {part.__name__: (part, ["classroom"]) for part in (lengths, steps, others, bits)}
 
 
 # 3. The tables ----------------------------------------------------------------------------------------------
@@ -273,10 +301,17 @@ def report(found: list[dict]) -> str:
             {"history": "{history_tokens:,}", "computed": "{computed:%}"} | columns, shares),
         tables.table(
             "**Computing as a bandwidth** (Figures 2 and 3): MB/s at which K and V of {history_tokens:,} tokens are computed, read from "
-            "a file, and copied in host memory; and the time of the first and of the last step of 256 tokens:", {
+            "a file, and copied in host memory; the time of the first and of the last step of 256 tokens; and steps beside a loader over "
+            "steps without one (Figure 7: no difference):", {
                 "model": "{model}", **{name: f"{{mbps[{name}]:spread}}" for name in ("computing", "a file, read before", "host memory")},
-                "first step": "{first:ms}", "last step": "{last:ms}",
+                "first step": "{first:ms}", "last step": "{last:ms}", "beside a loader": "{beside_over_alone:spread}",
             }, [dict(row, first=row["steps_ms"][0], last=row["steps_ms"][-1]) for row in tables.rows(found, "steps")]),
+        tables.table(
+            "**Four other requests decode** while {history_tokens:,} tokens come back, in steps of 256 tokens; storage is as fast as "
+            "computing: TBT of the others, and TTFT:", {
+                "model": "{model}", **{way: f"{{tbt_ms[{way}]:ms}}, {{ttft_ms[{way}]:ms}}" for way in ("compute", "both", "load")},
+                "TBT, both / compute": "{tbt_over_computing[both]:spread}", "load / compute": "{tbt_over_computing[load]:spread}",
+            }, tables.rows(found, "others")),
         tables.table("**{bits} bits over 8 bits** (Figure 8): ratio of TTFT:", {
             "model, r, share": "{model}, {r:g}, {share:g}", "only loading": "{load_faster:spread}", "both": "{both_faster:spread}",
             "tokens agree": "{both_tokens_agree}", "largest error of K and V": "{largest_error:.2g} of {largest:.0f}",

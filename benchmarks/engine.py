@@ -10,7 +10,11 @@ host         TTFT behind a history in host memory, beside a history on the devic
              that time and of the TTFT of a device hit, plus one layer's share of the shorter one.
 burst        30 questions at once about one document of 1,024 tokens that the device has evicted: it is
              restored once (03) or computed once (02).
+capacity     how many different blocks a device of 64 and a host of 256 hold. The text behind chapter 03 adds
+             them up: 320. Chapter 03 keeps a copy of each block of the device in host memory.
 bits         decoding and prefill with --same-bits, over the same without it; on a processor only.
+same         with --same-bits: logits of two turns of four conversations, the second one restored, that equal
+             those of chapter 01.
 """
 
 import random
@@ -74,14 +78,12 @@ def host(model, arguments):
 
         ways = {"host": partial(hit, "device"), "device": partial(hit, ""), "computed": computed}
         taken = lesson.in_turn(ways, arguments.rounds)
-        spans = [[span for span in request.timeline.spans if span.lane == "load"] for request in taken["host"]]
         link = engine.lower_tier.cache.load_link
         speed = link.bandwidth.value if link.modelled else link.speed()
         link_ms, loaded, direct, layers = 1e3 * size / speed, ttft(taken["host"]), ttft(taken["device"]), len(model.layers)
         computed_ms = ttft(taken["computed"])
         yield dict(
             history=length, bytes_restored=size, link_gbps=speed / 1e9, link_ms=link_ms,
-            restoration_ms=spread([1e3 * (each[-1].end - each[0].start) for each in spans]),
             ttft_ms=spread(loaded), device_hit_ms=spread(direct), computed_ms=spread(computed_ms),
             over_computing=ratio(loaded, computed_ms), over_device=ratio(loaded, direct), computed_over_device=ratio(computed_ms, direct),
             computed_over_link=statistics.median(computed_ms) / link_ms, block_ms=16 * link_ms / length,
@@ -112,6 +114,41 @@ def burst(model, arguments):
         engine.close()
 
 
+def capacity(model, arguments, on_device: int = 64, on_host: int = 256):
+    """Yield one row: the different blocks that are found after twice as many were computed."""
+    engine, rng = planned.engine_of(model, on_device, offload.HostCache(on_host, hardware.bandwidth(model))), random.Random(0)
+    for _ in range(2 * (on_device + on_host) // 32):
+        lesson.ask(engine, draw(rng, model, 32 * 16))
+    lesson.wait_until_idle(engine)
+    found = set().union(*(pool.block_of for pool in engine.pools.values()))
+    yield dict(on_device=on_device, on_host=on_host, different=len(found))
+    engine.close()
+
+
+def same(model, arguments):
+    """Yield a row for each of chapters 02 to 05; 05 has a plan of all three ways."""
+    model, *_ = checkpoint.load(arguments.name, str(model.dtype)[6:], arguments.device, same_bits=True)
+    third, rng, link, observe = len(model.layers) // 3, random.Random(0), hardware.bandwidth(model), Request.observe
+    plan, alone = "R" * third + "H" * third + "K" * (len(model.layers) - 2 * third), paged.baseline.Engine(model)
+    caches = {"02": None, "03": offload.HostCache(256, link), "04": planned.hidden_states.HiddenCache(256, link),
+              "05": planned.planned.PlannedCache(256, link, plan=plan)}  # fmt: skip
+    Request.observe = lesson.keep_logits
+    try:
+        for chapter, cache in caches.items():
+            engine, talks, asked = planned.engine_of(model, 256, cache, always=True), [draw(rng, model, 90 + 37 * talk) for talk in range(4)], []
+            for _ in range(2):
+                asked += (turn := engine.generate([Request(talk, 8) for talk in talks]))
+                talks = [request.tokens + draw(rng, model, 9) for request in turn]
+                lesson.wait_until_idle(engine, "device")
+            again = alone.generate([Request(ours.tokens[: ours.prompt_tokens], 8) for ours in asked])
+            rows = [both for ours, theirs in zip(asked, again) for both in zip(ours.logits, theirs.logits)]  # [V] each
+            yield dict(chapter=chapter, bytes_restored=engine.counts["bytes_in"], compared=sum(len(ours) for ours, _ in rows),
+                       equal=sum(int((ours == theirs).sum()) for ours, theirs in rows))  # fmt: skip
+            engine.close()
+    finally:
+        Request.observe = observe
+
+
 def bits(model, arguments):
     """Yield a row for each case: times of a model with --same-bits over those of the same model without it."""
     rng, asked = random.Random(0), (arguments.name, str(model.dtype)[6:], arguments.device)
@@ -127,12 +164,8 @@ def bits(model, arguments):
         yield dict(zip(("requests", "tokens", "new"), case), ms=spread(taken["without"]), ratio=ratio(taken["with"], taken["without"]))
 
 
-PARTS = {
-    "throughput": (throughput, ["classroom"]),
-    "host": (host, ["classroom", "random:long"]),
-    "burst": (burst, ["classroom"]),
-    "bits": (bits, ["classroom"]),
-}
+PARTS = {part.__name__: (part, ["classroom"]) for part in (throughput, burst, capacity, bits, same)}
+PARTS["host"] = host, ["classroom", "random:long"]
 
 
 def report(found: list[dict]) -> str:
@@ -140,8 +173,13 @@ def report(found: list[dict]) -> str:
     many = [f"16 requests at once, against one after another in chapter 01 ({row['model']}): "
             f"{tables.with_spread(row['ratio'], 'x')} the tokens per second."
             for row in tables.rows(found, "throughput")]  # fmt: skip
+    kept = [f"A device of {row['on_device']} blocks and a host of {row['on_host']} hold {row['different']} different ones (the text behind 03: the sum)."
+            for row in tables.rows(found, "capacity")]  # fmt: skip
     return tables.paragraphs(
-        *many,
+        *many, *kept,
+        tables.table(
+            "**The same bits** ({model}, `--same-bits`): logits of restored conversations that equal those of chapter 01.",
+            {"chapter": "{chapter}", "restored": "{bytes_restored:MB}", "equal, of": "{equal:,} of {compared:,}"}, tables.rows(found, "same")),
         tables.table(
             "**What `--same-bits` costs**: milliseconds per token, or of a prefill, and the ratio with the option.",
             {"model": "{model}", "requests at once": "{requests}", "behind": "{tokens:,}", "tokens": "{new}",
@@ -157,7 +195,7 @@ def report(found: list[dict]) -> str:
             "model, history": "{model}, {history:,}", "restored": "{bytes_restored:MB}", "link, GB/s": "{link_gbps:.3f}",
             "TTFT": "{ttft_ms:ms}", "on the device": "{device_hit_ms:ms}",
             "computed": "{computed_ms:ms}", "TTFT / computed": "{over_computing:spread}", "TTFT / on the device": "{over_device:spread}",
-            "computed / on the device": "{computed_over_device:spread}", "link": "{link_ms:ms}", "restoration": "{restoration_ms:ms}",
+            "computed / on the device": "{computed_over_device:spread}", "link": "{link_ms:ms}",
             "TTFT - bound, ms": "{ttft_over_bound_ms:spread}", "a block": "{block_ms:ms}", "computed / link": "{computed_over_link:n}",
         }, tables.rows(found, "host")))  # fmt: skip
 

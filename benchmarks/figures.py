@@ -64,6 +64,13 @@ def prefetched(found: list[dict]) -> dict[str, list[dict]]:
     return {"": [dict(one, said=way, end_ms=one["ttft_ms"]) for row in each[-1:] for way, one in row["lanes"].items()]}
 
 
+def decoded(found: list[dict]) -> dict[str, list[dict]]:
+    """Return one panel: a decode step with K and V only, with activations only, and with both."""
+    policies = [row["policies"] for row in rows(found, "grid", f=1.25)][-1:]
+    each = {name: row[name]["spans"] for row in policies for name in ("kv-only", "act-only", "hybrid") if row[name].get("spans")}
+    return {"": [dict(said=name, spans=spans, end_ms=max(span["end_ms"] for span in spans)) for name, spans in each.items()]}
+
+
 def saved(found: list[dict]) -> dict[str, list[dict]]:
     """Return one panel: the last three transfers of hidden states, and the steps that run beside them."""
     for row in (each := rows(found, "saving")):
@@ -99,6 +106,7 @@ PICTURES = {  # file -> benchmark, title, (results) -> panels by title, (axes, r
     "05_lanes": ("planned", "05: neither lane waits", partial(asked, chapters=("04", "05")), lanes),
     "06_lanes": ("planned", "06: from both ends", partial(asked, chapters=("02", "06")), lanes),
     "07_lanes": ("tiered", "07: storage as fast as computing, under two policies", prefetched, lanes),
+    "08_lanes": ("hybrid_blocks", "08: one decode step under three policies (CAPTURE, Figure 1)", decoded, lanes),
     "06_bidirectional": (
         "both_ends", "06: TTFT over the bound, against how long loading takes, behind 1,024 tokens", by_model, both_ends),
 }  # fmt: skip

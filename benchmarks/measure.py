@@ -156,10 +156,8 @@ def place_of(name: str) -> str:
 
 
 def short_dtype() -> str:
-    """Return bfloat16 if the device multiplies it, else float32: a processor without it would convert each
-    operand."""
-    on_gpu = checkpoint.pick_device("auto") == "cuda"
-    return "bfloat16" if on_gpu or torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+    """Return bfloat16 if the processor multiplies it, else float32: without it each operand is converted."""
+    return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
 
 
 def modelled(model, speed: float) -> float | None:

@@ -4,13 +4,16 @@
 
 sessions        sixteen sessions at once (HCache, Figure 9). Each system is a server of its own, and clients
                 ask it over HTTP. The device loses its cached blocks before each round, except in 02, the
-                ideal. Rounds arrive as a Poisson process, and its rate rises until TTFT diverges. All systems
-                play the same rounds in turn, in three runs. TTFT counts from the moment when a round was due.
+                ideal. "02 recomputing" is the same server without its cached blocks: it computes each
+                history again. Rounds arrive as a Poisson process, and its rate rises until TTFT diverges.
+                All systems play the same rounds in turn, in three runs. TTFT counts from the moment when a
+                round was due.
 """
 
 import http.client
 import json
 import random
+import re
 import socket
 import statistics
 import subprocess
@@ -18,6 +21,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy
 
@@ -26,8 +30,12 @@ from benchmarks.measure import draw, ratio
 from benchmarks.planned import CHAPTERS, QUESTION
 from shell import handle_signals, interrupt
 
-SESSIONS, RUNS, ROUNDS, BEGINS, ANSWER = 16, 3, 24, 800, 8  # ROUNDS: of all sessions in a run; tokens of a first history, an answer
-RATES, DIVERGED = [2.0 * 1.6**step for step in range(6)], 4.0  # rounds a second; median TTFT over that at the lowest rate
+SESSIONS, RUNS, ROUNDS, BEGINS, ANSWER = 16, 3, 16, 800, 8  # ROUNDS: of all sessions in a run; tokens of a first history, an answer
+IDEAL, RECOMPUTING = "02", "02 recomputing"
+SYSTEMS = IDEAL, RECOMPUTING, "03", "04", "05"
+# Rounds a second; classroom is fast enough for more of them
+RATES = {"random:long": [1.5 * 1.6**step for step in range(6)], "classroom": [6.0, 12.0]}
+DIVERGED = 4.0  # median TTFT over that at the lowest rate
 
 
 def percentiles(samples: list[float], *shares: int) -> dict:
@@ -36,53 +44,78 @@ def percentiles(samples: list[float], *shares: int) -> dict:
     return {f"p{share}": float(value) for share, value in zip(shares, values)} | dict(samples=samples)
 
 
-# 1. Under load, over HTTP -----------------------------------------------------------------------------------
+# 1. Servers -------------------------------------------------------------------------------------------------
 
-class Service:
-    """One chapter's server, in a process of its own, with room for all sessions on the device and in host
-    memory."""
+class Server:
+    """A server in a process of its own, whose processor time and memory are read from outside."""
 
-    def __init__(self, system: str, model: str, blocks: int):
+    def __init__(self, command: list[str], environment=None):
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        file = next(f"{chapter}.py" for chapter in CHAPTERS if chapter.startswith(system))
-        options = ["--model", model, "--port", str(self.port), "--gpu-blocks", str(blocks)]
-        options += ["--cpu-blocks", str(2 * blocks)] if system != "02" else []
-        self.system = system
-        self.process = subprocess.Popen([sys.executable, file, *options], cwd=measure.RESULTS.parent.parent,
-                                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen([*command, "--port", str(self.port)], cwd=measure.RESULTS.parent.parent, env=environment,
+                                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
 
-    def wait(self):
-        """Wait until the server answers. Raises RuntimeError if its process has ended."""
-        while True:
-            try:
-                with self.opened("GET", "/health"):
-                    return
-            except OSError:
-                if self.process.poll() is not None:
-                    raise RuntimeError(f"The server of {self.system} has ended with {self.process.returncode}.") from None
-                time.sleep(0.1)
-
-    def close(self):
-        self.process.terminate()
-        self.process.wait()
-
-    def opened(self, method: str, path: str, **fields):
-        """Send a request with a JSON body. Returns: the open response. Raises OSError, also if the server
-        refuses."""
+    def opened(self, path: str, **fields):
+        """Post a JSON body. Returns: the open response. Raises OSError, also if the server refuses."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        connection.request(method, path, json.dumps(fields), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(fields), {"Content-Type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
             raise OSError(response.read().decode())
         return response
 
+    def post(self, path: str, **fields) -> dict:
+        """Post a JSON body. Returns: the reply. Raises OSError, also if the server refuses."""
+        with self.opened(path, **fields) as response:
+            return json.loads(response.read())
+
+    def first(self, *asked) -> dict:
+        """Ask until the server answers. Raises RuntimeError if its process ends."""
+        while True:
+            try:
+                return self.ask(*asked)
+            except OSError:
+                if self.process.poll() is not None:
+                    raise RuntimeError(f"{self.process.args[:2]} has ended with {self.process.returncode}.") from None
+                time.sleep(0.02)
+
+    def evict(self, *tiers: str):
+        for tier in tiers:
+            self.post("/evict", tier=tier)
+
+    def seconds(self) -> float:
+        """Return the processor time of all of the process's threads, those that have ended included."""
+        return time.clock_gettime(~self.process.pid << 3 | 2)  # as clock_getcpuclockid(3) numbers a process's clock
+
+    def peak(self) -> float:
+        """Return the most bytes that the process has had in memory."""
+        return 1024.0 * int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{self.process.pid}/status").read_text())[1])
+
+    def close(self):
+        self.process.terminate()
+        self.process.wait()
+
+
+def command_of(system: str, model: str, *options: str) -> list[str]:
+    """Return the command that starts the server of a chapter. `system` begins with the chapter's number."""
+    file = next(f"{chapter}.py" for chapter in (*CHAPTERS, "07_tiered_storage") if chapter.startswith(system[:2]))
+    return [sys.executable, file, "--model", model, *options]
+
+
+class Service(Server):
+    """One system's server, with room for all sessions on the device and in host memory."""
+
+    def __init__(self, system: str, model: str, blocks: int):
+        options = ["--gpu-blocks", str(blocks)] + ["--cpu-blocks", str(2 * blocks)] * (system[:2] != "02")
+        super().__init__(command_of(system, model, *options))
+        self.system = system
+
     def ask(self, prompt: list[int], due: float) -> dict:
         """Ask one round that was due at `due` (seconds of time.perf_counter()). Returns: TTFT and TBT in ms,
         the new tokens, and the tokens restored from host memory."""
-        if self.system != "02":
-            self.opened("POST", "/evict", tier="device").read()
-        with self.opened("POST", "/generate", prompt=prompt, max_tokens=ANSWER, stream=True) as response:
+        if self.system != IDEAL:
+            self.evict("device")
+        with self.opened("/generate", prompt=prompt, max_tokens=ANSWER, stream=True) as response:
             first = None
             for line in response:
                 event = json.loads(line.removeprefix(b"data: ")) if line.startswith(b"data: ") else {}
@@ -91,8 +124,10 @@ class Service:
                     raise OSError(event["error"])
                 if result := event.get("result"):
                     return dict(ttft_ms=1e3 * (first - due), tbt_ms=result["tbt_ms"] or 0.0, tokens=result["tokens"],
-                                restored=result["found"].get("cpu", 0))
+                                restored=result["found"].get("cpu", 0))  # fmt: skip
 
+
+# 2. Under load, over HTTP -----------------------------------------------------------------------------------
 
 def play(service: Service, texts: list[list[int]], rounds: list[tuple[float, int, list[int]]]) -> list[dict]:
     """Play rounds, each session on a thread of its own; a round waits for its session's previous one.
@@ -132,14 +167,13 @@ def sessions(model, arguments):
     blocks = SESSIONS * -(-(BEGINS + 2 * -(-ROUNDS // SESSIONS) * (QUESTION + ANSWER)) // 16)
     with ExitStack() as stack:
         services = {}
-        for system in ("02", "03", "04", "05"):
+        for system in SYSTEMS:
             service = services[system] = Service(system, name, blocks)
             stack.callback(service.close)
-            service.wait()
             for text in texts:
-                service.ask(text, time.perf_counter())
+                service.first(text, time.perf_counter())
         base, left = {}, dict.fromkeys(services, True)  # base: system -> median TTFT at the lowest rate; left: system -> not diverged yet
-        for rate in RATES:
+        for rate in RATES.get(name) or RATES["random:long"]:
             taken = {system: [] for system, sustains in left.items() if sustains}
             for _ in range(RUNS):
                 rounds = arrivals(rng, model, rate)
@@ -161,27 +195,27 @@ def sessions(model, arguments):
 
 
 def against(runs: list[list[dict]], taken: dict) -> dict:
-    """Compare p50 and p90 of TTFT with 03, and the mean TBT with 02, run by run, as long as these play this
-    rate."""
-    def percentile(runs: list, share: int) -> list[float]:
-        return [float(numpy.percentile([one["ttft_ms"] for one in run], share)) for run in runs]
+    """Compare p50 and p90 of TTFT with those of 03 and of recomputing, and the mean TBT with 02, run by run,
+    as long as these play this rate."""
+    def of_runs(figure) -> dict[str, list[float]]:
+        return {system: [figure(run) for run in each[: len(runs)]] for system, each in dict(taken, own=runs).items()}
 
-    found = {}
-    if "03" in taken:
-        found |= {f"p{share}_over_03": ratio(percentile(runs, share), percentile(taken["03"][: len(runs)], share)) for share in (50, 90)}
-    if "02" in taken:
-        means = [[statistics.mean(one["tbt_ms"] for one in run) for run in each] for each in (runs, taken["02"][: len(runs)])]
-        found["tbt_over_02"] = ratio(*means)
-    return found
+    def percentile(share: int):
+        return lambda run: float(numpy.percentile([one["ttft_ms"] for one in run], share))
+
+    found = {f"p{share}": of_runs(percentile(share)) for share in (50, 90)}
+    found["tbt"] = of_runs(lambda run: statistics.mean(one["tbt_ms"] for one in run))
+    return {f"{what}_over_{base}": ratio(each["own"], each[base]) for what, each in found.items()
+            for base in (("03", RECOMPUTING) if what != "tbt" else (IDEAL,)) if base in each}  # fmt: skip
 
 
-# 2. The tables and main --------------------------------------------------------------------------------------
+# 3. The tables and main --------------------------------------------------------------------------------------
 
 def sustained(rows: list[dict]) -> dict[str, float]:
     """Return for each system the rounds a second at which its TTFT diverges.
 
-    There its median TTFT is DIVERGED times that at the lowest rate. The rate is interpolated between two measured rates on logarithmic scales. A system that never diverged has its
-    highest measured rate."""
+    There its median TTFT is DIVERGED times that at the lowest rate. The rate is interpolated between two
+    measured rates on logarithmic scales. A system that never diverged has its highest measured rate."""
     found = {}
     for system in dict.fromkeys(row["system"] for row in rows):
         each = [(row["rate"], tables.median(row["over_lowest_rate"])) for row in rows if row["system"] == system]
@@ -192,22 +226,25 @@ def sustained(rows: list[dict]) -> dict[str, float]:
 
 
 def report(found: list[dict]) -> str:
-    sessions = tables.rows(found, "sessions")
-    rates = [f"{rate:.1f} of {system}" for system, rate in sustained(sessions).items()]
-    for row in sessions:
+    every = tables.rows(found, "sessions")
+    for row in every:
         row["over"] = f"{row['rate']:.1f} a second"
-    return tables.paragraphs(
-        tables.table(
-            "**Sixteen sessions at once, over HTTP** (HCache, Figure 9; {model}): TTFT p50 and p90, p50 over that of 03 in the same "
-            "run, and p50 of TBT, by rounds a second.", {
-                "system": "{system}",
-                **tables.across(tables.grouped(sessions, ("system", "model"), "over"), {
-                    "": "{ttft_ms[p50]:ms}, {ttft_ms[p90]:ms}; {p50_over_03:n}; {tbt_ms[p50]:ms}"}),
-            }, tables.grouped(sessions, ("system", "model"), "over")),
-        f"The median TTFT reaches {DIVERGED:g} times that at the lowest rate at these rounds a second: {tables.listed(rates)}." if rates else "")
+    shown = []
+    for model in dict.fromkeys(row["model"] for row in every):
+        rows = [row for row in every if row["model"] == model]
+        rates, across = [f"{rate:.1f} of {system}" for system, rate in sustained(rows).items()], tables.grouped(rows, ("system", "model"), "over")
+        shown += [
+            tables.table(
+                "**Sixteen sessions at once, over HTTP** (HCache, Figure 9; {model}): TTFT p50 and p90, p50 over that of 03 in the same "
+                "run, and p50 of TBT, by rounds a second.", {
+                    "system": "{system}",
+                    **tables.across(across, {"": "{ttft_ms[p50]:ms}, {ttft_ms[p90]:ms}; {p50_over_03:n}; {tbt_ms[p50]:ms}"}),
+                }, across),
+            f"The median TTFT reaches {DIVERGED:g} times that at the lowest rate at these rounds a second: {tables.listed(rates)}."]  # fmt: skip
+    return tables.paragraphs(*shown)
 
 
-PARTS = {"sessions": (sessions, ["random:long"])}
+PARTS = {"sessions": (sessions, list(RATES))}
 
 
 if __name__ == "__main__":

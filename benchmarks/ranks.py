@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import measure, tables
 from benchmarks.measure import draw, modelled, spread
-from shell import checkpoint, lesson
+from shell import lesson
 from shell import ranks as processes
 from shell.modelled_link import Bandwidth
 
@@ -112,10 +112,6 @@ def main():
         ranks = processes.join(*arguments.ranks)
         rows = rank(ranks, arguments)
         return ranks.rank or print(json.dumps(rows))
-    device, gpus = checkpoint.pick_device(arguments.device), torch.cuda.device_count()
-    if device == "cuda" and (most := max(arguments.ranks)) > gpus:
-        print(f"{most} ranks need as many GPUs, and this machine has {gpus}; add --device cpu to run more ranks.")
-        arguments.ranks = [count for count in arguments.ranks if count <= gpus] or sys.exit(1)
     measure.run("ranks", PARTS, report, arguments)
 
 

@@ -56,12 +56,6 @@ def plan(letters: str) -> str:
     return ", ".join(f"{letters.count(way)} {way}" for way in "RHK" if way in letters)
 
 
-def between(values: Iterable[float], text=number) -> str:
-    """Return the smallest and the largest value as "a to b"."""
-    values = list(values)
-    return f"{text(min(values))} to {text(max(values))}"
-
-
 def listed(words: Iterable[str]) -> str:
     """Join words as "a, b and c"."""
     *first, last = words

@@ -5,9 +5,7 @@
 
 mix         conversations go on behind documents of 1,024 tokens, in random order. The device holds a third of
             their tokens, host memory half, and the documents are in files. It is compared with the device
-            alone, one request at a time and two at once. A request's bound is the longest of three times: the
-            same question with everything on the device; its bytes over the link, plus a layer's share of the
-            question; and its bytes from storage. With two requests at once it is the longest of the sums.
+            alone, one request at a time and two at once.
 policies    one history that only slow storage has, under each prefetch policy. Reading takes as long as
             computing, with the engine's guard off; then twice as long, with the guard on.
 pipeline    the same history in storage that is as fast as the link. The bound is the time of one of both
@@ -16,6 +14,8 @@ pipeline    the same history in storage that is as fast as the link. The bound i
 admission   TTFT of a hit in host memory, or in storage of 1 MB/s to 1 GB/s, over computing, and the tier of
             each token.
 writes      what each write policy finds, writes, and would lose if the process were killed.
+sizes       what is found, by the size of host memory and by the size of a page, with the same traffic and
+            without storage.
 """
 
 import importlib
@@ -38,6 +38,7 @@ tiers = importlib.import_module("07_tiered_storage")
 POLICIES = *tiers.PREFETCH, "both_ends"
 TALKS, TURNS, DOCUMENT, QUESTION, ANSWER, PAGE = 4, 2, 1024, 64, 4, 16  # conversations; tokens
 TIERS = "gpu", "cpu", "storage"
+HOSTS, PAGES = (0.5, 1, 2, 4), (16, 64, 128)  # of the device's size; tokens
 ASKED = PAGE - 1  # tokens of a question that fills no page: no tier keeps it for the next policy
 
 
@@ -50,9 +51,9 @@ class Bench(ExitStack):
         self.model, self.rng, self.bandwidth = model, random.Random(0), hardware.bandwidth(model)
         self.draw = partial(draw, self.rng, model)  # (tokens)
 
-    def engine(self, on_device: int, cache=None):
-        """Return chapter 02's engine with room for `on_device` tokens."""
-        engine = engine_of(self.model, -(-on_device // PAGE), cache)
+    def engine(self, on_device: int, cache=None, page: int = PAGE, always: bool = False):
+        """Return chapter 02's engine with room for `on_device` tokens, in pages of `page` tokens."""
+        engine = engine_of(self.model, -(-on_device // page), cache, always, page)
         self.callback(engine.close)
         return engine
 
@@ -120,52 +121,35 @@ def mix(model, arguments):
     longest = DOCUMENT + TURNS * (QUESTION + ANSWER) + 16
     with Bench(model) as bench:
         documents = [bench.draw(DOCUMENT) for _ in range(TALKS)]
-        known = bench.engine(3 * TALKS * longest, bench.cache(longest))  # its device holds everything
-        for document in documents:  # it leaves them in the files
-            lesson.ask(known, document + bench.draw(1), 1)
-        lesson.wait_until_idle(known)
-        known.lower_tier.cache.storage.close()
-        known.lower_tier.cache.storage = None  # from now on it uses its device alone
         none = bench.engine(TALKS * longest // 3)
         ours = bench.engine(TALKS * longest // 3, bench.cache(TALKS * longest // 2))
-        lesson.ask(ours, bench.draw(512), 1)  # measures the speed of prefill
+        for document in documents:  # leave them in the files, and measure the speed of prefill
+            lesson.ask(ours, document + bench.draw(1), 1)
 
         def turns() -> list[tuple[int, list[int]]]:
             order = [number for _ in range(TURNS) for number in bench.rng.sample(range(TALKS), TALKS)]
             return [(number, bench.draw(QUESTION)) for number in order]
 
         def play(engine, at_once: int, asked: list) -> tuple[list, float]:
-            if engine is not known:
-                forget(engine)
+            forget(engine)
             return go_on(engine, documents, asked, at_once)
 
         for at_once in (1, 2):
-            ways = {name: partial(play, engine, at_once) for name, engine in dict(none=none, known=known, ours=ours).items()}
-            taken = measure.same_question_in_turn(ways, arguments.rounds or 5, turns)
-            samples = [mixed(ours, dict(zip(ways, each)), at_once, model) for each in zip(*taken.values())]
+            ways = {name: partial(play, engine, at_once) for name, engine in dict(none=none, ours=ours).items()}
+            taken = measure.same_question_in_turn(ways, arguments.rounds, turns)
+            samples = [mixed(model, dict(zip(ways, each))) for each in zip(*taken.values())]
             yield dict(at_once=at_once, **{what: spread([sample[what] for sample in samples]) for what in samples[0]})
 
 
-def mixed(engine, taken: dict, at_once: int, model) -> dict:
-    """Return the figures of one round: TTFT, throughput, share of the bound, and found tokens.
+def mixed(model, taken: dict) -> dict:
+    """Return the figures of one round: TTFT, throughput, and found tokens.
 
-    `taken`: none, known or ours -> (requests, seconds)."""
+    `taken`: none or ours -> (requests, seconds)."""
     measure.check_alike(model, {name: [request.new for request in requests] for name, (requests, _) in taken.items()})
-    cache, (requests, seconds), (direct, at_best) = engine.lower_tier.cache, taken["ours"], taken["known"]
     means = {name: statistics.mean(ttft(each)) for name, (each, _) in taken.items()}
-    block, found = cache.host.block_bytes / cache.pool.block_size, [request.found for request in requests]
-    read = [1e3 * block * where.get("storage", 0) / cache.storage.speed() for where in found]  # ms
-    copied = [1e3 * block * (where.get("storage", 0) + where.get("cpu", 0)) / cache.load_link.speed() for where in found]
-    if at_once > 1:
-        of_bound = max(at_best, 1e-3 * sum(copied), 1e-3 * sum(read)) / seconds
-    else:
-        layers = len(model.layers)
-        bounds = [max(least, l3, link + least / layers if link else 0) for least, l3, link in zip(ttft(direct), read, copied)]
-        of_bound = statistics.mean(bounds) / means["ours"]
     return dict(
-        ttft_ms=means["ours"], device_alone_ms=means["none"], all_on_device_ms=means["known"],
-        lower=1 - means["ours"] / means["none"], throughput=taken["none"][1] / seconds, of_bound=of_bound,
-        **tiers.shares(requests))  # fmt: skip
+        ttft_ms=means["ours"], device_alone_ms=means["none"], lower=1 - means["ours"] / means["none"],
+        throughput=taken["none"][1] / taken["ours"][1], **tiers.shares(taken["ours"][0]))  # fmt: skip
 
 
 # 2. One history, only in storage -----------------------------------------------------------------------
@@ -196,7 +180,7 @@ def policies(model, arguments, tokens: int = 1024):
             for each in engine, both:
                 slow_storage(each, modelled_link.Bandwidth(size / (1e-3 * r * alone)))
                 each.lower_tier.estimates.always, each.lower_tier.cache.timeout = always, (1e-3 * alone / 3, 0.0)  # a third of computing
-            row, before = policy_cell(bench, once, arguments.rounds or 5), alone
+            row, before = policy_cell(bench, once, arguments.rounds), alone
             alone = row["ttft_ms"]["computed"]["median"]  # measured in this row; it sets the storage of the next one
             yield dict(r=r, guard=not always, measured_r=r * before / alone, **row)
 
@@ -207,11 +191,9 @@ def policy_cell(bench: Bench, once, rounds: int) -> dict:
     taken = measure.same_question_in_turn({way: partial(once, way) for way in ways}, rounds, partial(bench.draw, ASKED))
     measure.check_alike(bench.model, {way: [request.new for request in each] for way, each in taken.items()})
     times = {way: ttft(requests) for way, requests in taken.items()}
-    best = min(ways[1:4], key=lambda way: statistics.median(times[way]))
     found = {way: tiers.shares(requests)["storage"] for way, requests in taken.items()}
     lanes = {way: dict(ttft_ms=times[way][-1], spans=charts.spans(taken[way][-1].timeline)) for way in ("wait_complete", "both_ends")}
-    return dict(rounds=rounds, ttft_ms={way: spread(samples) for way, samples in times.items()}, from_storage=found, lanes=lanes,
-                best=best, over_both_ends={way: ratio(times[way], times["both_ends"]) for way in ways},
+    return dict(ttft_ms={way: spread(samples) for way, samples in times.items()}, from_storage=found, lanes=lanes,
                 both_ends_over={way: ratio(times["both_ends"], times[way]) for way in ways})  # fmt: skip
 
 
@@ -224,7 +206,7 @@ def pipeline(model, arguments, tokens: int = 1024):
         engine.lower_tier.estimates.always = True
         slow_storage(engine, modelled_link.Bandwidth(link.speed()))
         ways = {way: lambda question, way=way: ask_under(way, engine, history + question) for way in ("device", "timeout", "wait_complete")}
-        taken = measure.same_question_in_turn(ways, arguments.rounds or 5, partial(bench.draw, ASKED))
+        taken = measure.same_question_in_turn(ways, arguments.rounds, partial(bench.draw, ASKED))
         measure.check_alike(model, {way: [request.new for request in each] for way, each in taken.items()})
         alone = 1e3 * (tokens // PAGE) * host.block_bytes / link.speed()  # ms, of reading and of loading
         bounds = [alone * (1 + tiers.READ / tokens) + least for least in ttft(taken.pop("device"))]
@@ -244,13 +226,12 @@ def admission(model, arguments, histories=(512, 1900)):
     longest = max(histories) + QUESTION + 16
     with Bench(model) as bench:
         engine = bench.engine(2 * longest, bench.cache(2 * longest))
-        slower = [SLOWER] if engine.lower_tier.cache.load_link.modelled else []
-        ways = "computed", "host", *slower, *(f"storage, {speed}" for speed in SPEEDS)
+        ways = "computed", "host", SLOWER, *(f"storage, {speed}" for speed in SPEEDS)
         for tokens in histories:
             history = bench.draw(tokens)
             lesson.ask(engine, history + bench.draw(1), 1)
             asks = {way: partial(ask_from, bench, engine, way, history) for way in ways}
-            taken = lesson.in_turn(asks, arguments.rounds or 5)
+            taken = lesson.in_turn(asks, arguments.rounds)
             alone = ttft(taken["computed"])
             for way, requests in taken.items():
                 yield dict(
@@ -285,15 +266,30 @@ def ask_from(bench, engine, way: str, history: list[int]) -> Request:
 
 # 4. Trade-offs ----------------------------------------------------------------------------------------------
 
+def ask_by_zipf(bench: Bench, engine) -> list[Request]:
+    """Ask 60 questions about 12 documents, drawn by Zipf's law. Returns: the finished requests."""
+    documents = [bench.draw(256) for _ in range(12)]
+    order = random.Random(1).choices(range(12), [1 / (rank + 1) for rank in range(12)], k=60)
+    return go_on(engine, documents, [(number, bench.draw(24)) for number in order])[0]
+
+
+def sizes(model, arguments, on_device: int = 1408):
+    """Yield a row for each size of host memory, and for each size of a page."""
+    for of_device, page in [*((of_device, PAGE) for of_device in HOSTS), *((1, page) for page in PAGES[1:])]:
+        with Bench(model) as bench:
+            cache = tiers.TieredCache(int(of_device * on_device) // page, bench.bandwidth)
+            engine = bench.engine(on_device, cache, page, always=True)
+            requests = ask_by_zipf(bench, engine)
+            yield dict(of_device=of_device, page=page, bytes=engine.counts["bytes_in"], ttft_ms=spread(ttft(requests)), **tiers.shares(requests))
+
+
 def writes(model, arguments):
     """Yield a row for each write policy: 60 questions about 12 documents, drawn by Zipf's law, to an engine
     with empty tiers."""
     for policy in tiers.WRITE:
         with Bench(model) as bench:
-            documents = [bench.draw(256) for _ in range(12)]
-            order = random.Random(1).choices(range(12), [1 / (rank + 1) for rank in range(12)], k=60)
             engine = bench.engine(1400, bench.cache(1400, threshold=2 * PAGE, write=policy))
-            requests, _ = go_on(engine, documents, [(number, bench.draw(24)) for number in order])
+            requests = ask_by_zipf(bench, engine)
             cache, counts = engine.lower_tier.cache, engine.lower_tier.cache.counts
             stored = [node.stored for node in cache.tree.nodes() for _ in node.pages]
             yield dict(
@@ -304,7 +300,7 @@ def writes(model, arguments):
 
 
 PARTS = {part.__name__: (part, ["random:long"]) for part in (mix, policies, pipeline)}
-PARTS |= {part.__name__: (part, ["classroom"]) for part in (admission, writes)}
+PARTS |= {part.__name__: (part, ["classroom"]) for part in (admission, writes, sizes)}
 
 
 # 5. The tables ----------------------------------------------------------------------------------------------
@@ -323,8 +319,7 @@ def report(found: list[dict]) -> str:
     return tables.paragraphs(
         tables.table("**Conversations behind documents that fit in no single tier:**", {
             "model, at once": "{model}, {at_once}", "TTFT, device alone": "{device_alone_ms:ms}",
-            "three tiers": "{ttft_ms:ms}", "all on the device": "{all_on_device_ms:ms}", "lower by": "{lower:%}",
-            "throughput": "{throughput:x}", "bound / measured": "{of_bound:spread}", "found in L1, L2, L3": shares,
+            "three tiers": "{ttft_ms:ms}", "lower by": "{lower:%}", "throughput": "{throughput:x}", "found in L1, L2, L3": shares,
         }, mix),
         tables.table(
             "**One history of 1,024 tokens, only in slow storage.** TTFT, and the share of the prompt that came from storage:", {
@@ -342,8 +337,12 @@ def report(found: list[dict]) -> str:
             "policy": "{policy}", "found in L1, L2, L3": shares, "TTFT": "{ttft_ms:ms}", "to L2": "{saved_bytes:MB}",
             "to L3": "{storage_bytes:MB}", "dirty evicted": "{dirty_evicted}", "pages written": "{pages_written}",
             "lost by a kill, of pages": "{lost_by_a_kill} of {pages}",
-        }, tables.rows(found, "writes")))  # fmt: skip
+        }, tables.rows(found, "writes")),
+        tables.table("**Hit rate by size** (classroom), the same questions, without storage: host memory over device memory, and tokens of a page:", {
+            "host / device": "{of_device:g}", "page": "{page}", "found in L1, L2": "{gpu:%}, {cpu:%}", "computed": "{computed:%}",
+            "copied back": "{bytes:MB}", "TTFT": "{ttft_ms:ms}",
+        }, tables.rows(found, "sizes")))  # fmt: skip
 
 
 if __name__ == "__main__":
-    measure.run("tiered", PARTS, report, measure.parser(__doc__, PARTS).parse_args())
+    measure.run("tiered", PARTS, report, measure.parser(__doc__, PARTS, rounds=5).parse_args())

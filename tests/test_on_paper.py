@@ -28,6 +28,14 @@ def test_verdicts_agree_with_table_3_but_not_with_equation_1(rows, monkeypatch):
     assert row(on_paper.main()["rows"], "Table 3", "30B, closed form")["verdict"] == "yes"
 
 
+def test_sentences_of_the_papers_are_computed_from_sizes_and_speeds(rows):
+    each = {row["name"]: (row["verdict"], row["ours"]) for row in rows if row["table"].startswith("HCache 2.4")}
+    assert each["70B, seconds to load 25 GB at 20 Gbit/s"] == ("yes", 10.0)
+    assert each["70B, contexts of 4,096 tokens beside 35 GB in 80 GB"] == ("yes", pytest.approx(45e9 / 1.342e9, rel=1e-3))
+    computing, _ = each["70B, seconds to compute 72K tokens on an A100"]
+    assert computing.endswith("above"), "a 70B takes minutes on one A100"
+
+
 def test_each_figure_is_judged_once_and_printed(capsys):
     rows = on_paper.main()["rows"]
     json.dumps(rows)
@@ -36,7 +44,8 @@ def test_each_figure_is_judged_once_and_printed(capsys):
     assert max(map(len, lines)) <= 120
     assert {line.split(". ")[0] for line in lines} >= {
         "Table 3", "Section 3.2", "Figure 11 a-c", "Figure 11 d-f", "Figure 11 g-i", "Figure 12", "Figure 13a", "Figure 5a",
-        "Figures 3 and 5b", "Figures 6 and 8", "Section V-E", "Figure 8", "Table III"}  # fmt: skip
+        "Figures 3 and 5b", "Figures 6 and 8", "Section V-E", "Figure 8", "Table III",
+        "HCache 2.4 and 6.3.3; Cake's introduction and 2.3; part 12 of the series behind chapter 03"}  # fmt: skip
     agree = sum(each["verdict"] == "yes" for each in rows)
     assert sum(int(words.split()[0]) for words in lines[-1].split(": ")[1].split(", ")) == agree < len(rows)
 

@@ -14,7 +14,6 @@ Sources: HCache, Tables 2 and 3, sections 3.2, 4.1 and 6; Cake (the first versio
 """
 
 import importlib
-import math
 import statistics
 from itertools import chain, product
 from typing import NamedTuple
@@ -22,7 +21,6 @@ from typing import NamedTuple
 from benchmarks.tables import plan as counts
 
 planned, hybrid = importlib.import_module("05_bubble_free"), importlib.import_module("08_hybrid_blocks")
-Costs = planned.LayerCosts
 
 # HCache, table 2: name -> peak 16-bit FLOP/s of a GPU, bytes/s of its link
 PLATFORMS = {"a100": (312e12, 32e9), "a30": (165e12, 32e9), "4090": (330e12, 32e9), "l20": (120e12, 32e9), "h800": (990e12, 64e9)}
@@ -72,69 +70,60 @@ def layer_flops(model: Model, tokens: float, attention: int = 1) -> float:
     return 24 * tokens * model.width**2 + attention * tokens**2 * model.width
 
 
-def layer_costs(model: Model, tokens: int, peak: float, bandwidth: float) -> Costs:
+def layer_costs(model: Model, tokens: int, peak: float, bandwidth: float) -> planned.LayerCosts:
     """Return the costs of a layer. `peak`: FLOP/s of one GPU; `bandwidth`: bytes/s to all GPUs together."""
     speed, states = model.efficiency * peak * model.gpus, tokens * 2 * model.width / bandwidth
-    return Costs(layer_flops(model, tokens) / speed, 4 * tokens * model.width**2 / speed, states, 2 * states)
+    return planned.LayerCosts(layer_flops(model, tokens) / speed, 4 * tokens * model.width**2 / speed, states, 2 * states)
 
 
-def on_ssds(model: Model, each: int | None = None, tokens: int = TOKENS) -> Costs:
+def on_ssds(model: Model, each: int | None = None, tokens: int = TOKENS) -> planned.LayerCosts:
     """Return the costs of a layer on A100s with `each` SSDs for each GPU; by default the paper's server, with
     four in all."""
     return layer_costs(model, tokens, PEAK, min((each or 4 // model.gpus) * SSD, PCIE) * model.gpus)
 
 
-def paper_seconds(plan: str, costs: Costs) -> float:
+def paper_seconds(plan: str, costs: planned.LayerCosts) -> float:
     """Return the seconds of a plan as HCache counts them.
 
-    Recomputed layers are computed whole, and no question follows. The result is the longest of three times: all computing; loading and projecting the hidden states in a pipeline;
-    and the link."""
+    Recomputed layers are computed whole, and no question follows. The result is the longest of three times:
+    all computing; loading and projecting the hidden states in a pipeline; and the link."""
     recompute, hidden, kv = map(plan.count, "RHK")
     computing, loading = recompute * costs.recompute + hidden * costs.project, hidden * costs.load_states
     over_states = max(costs.load_states + hidden * costs.project, loading + costs.project) if hidden else 0.0
     return max(computing, over_states, loading + kv * costs.load_kv)
 
 
-def restorations(layers: int, costs: Costs) -> tuple[str, dict[str, float]]:
+def restorations(layers: int, costs: planned.LayerCosts) -> tuple[str, dict[str, float]]:
     """Return the paper's plan, and method -> seconds. "naive" is the best mix of recomputed layers and K and
     V."""
     plan = planned.closed_form(layers, costs)
     plans = {"HCache": plan, "KV": "K" * layers, "states": "H" * layers, "recomputing": "R" * layers}
-    mixes = ["R" * recompute + "K" * (layers - recompute) for recompute in range(layers + 1)]
-    seconds = {name: paper_seconds(each, costs) for name, each in plans.items()}
-    return plan, dict(seconds, naive=min(paper_seconds(mix, costs) for mix in mixes))
+    naive = min(paper_seconds("R" * recompute + "K" * (layers - recompute), costs) for recompute in range(layers + 1))
+    return plan, {name: paper_seconds(each, costs) for name, each in plans.items()} | {"naive": naive}
 
 
-def ttft_gains(other: str, histories: list[int], new: int) -> list[float]:
+def ttft_gains(other: str, histories: list[int], new: int, each: int | None = None) -> list[float]:
     """Return TTFT of method `other` over that of HCache on the paper's server, for each model and history.
 
-    TTFT is the restoration of a history plus the prefill of `new` tokens."""
+    TTFT is the restoration of a history plus the prefill of `new` tokens. `each`: see `on_ssds`."""
     gains = []
     for model, tokens in product(MODELS, histories):
-        _, seconds = restorations(model.layers, on_ssds(model, None, tokens))
+        _, seconds = restorations(model.layers, on_ssds(model, each, tokens))
         flops = model.layers * (24 * new * model.width**2 + 4 * new * tokens * model.width)
         question = flops / (model.efficiency * PEAK * model.gpus)
         gains.append((seconds[other] + question) / (seconds["HCache"] + question))
     return gains
 
 
-def token_wise(costs: Costs, layers: int, tokens: int, step: int = 1) -> tuple[int, int]:
-    """Divide by tokens (section 4.1.1): in each layer some are projected, the others recomputed or loaded.
-
-    If projecting is faster than loading hidden states, the tokens before the projected ones are recomputed;
-    else the tokens after them are loaded as K and V. The number of projected tokens is the multiple of `step`
-    that ends first. A token's cost is assumed not to depend on their number. Returns: the first projected
-    token, and the one after the last."""
-    slower = costs.project + costs.question > costs.load_states
-
+def projected_tokens(costs: planned.LayerCosts, layers: int, tokens: int) -> int:
+    """Divide by tokens (section 4.1.1), where projecting is faster than loading hidden states. In each layer
+    the first tokens are recomputed, and the others are projected. A token's cost is assumed not to depend on
+    their number. Returns: the number of projected tokens for which a restoration ends first."""
     def seconds(projected: int) -> float:
         share = projected / tokens
-        loading = share * costs.load_states + slower * (1 - share) * costs.load_kv
-        computing = share * costs.project + (not slower) * (1 - share) * costs.recompute + costs.question
-        return max(loading + layers * computing, layers * loading + computing)
-
-    projected = min({*range(0, tokens, step), tokens}, key=seconds)
-    return (0, projected) if slower else (tokens - projected, tokens)
+        loading, computing = share * costs.load_states, share * costs.project + (1 - share) * costs.recompute
+        return max(loading, computing) * layers + min(loading, computing)
+    return min(range(tokens + 1), key=seconds)
 
 
 def over_plan(plan: str) -> float:
@@ -161,7 +150,7 @@ def schedules():
             yield f"{model.name}, bytes: K and V over {way}", BYTES[model.name], over_plan(plan)
 
 
-def gains(name: str, model: Model, costs: Costs, **papers):
+def gains(name: str, model: Model, costs: planned.LayerCosts, **papers):
     """Yield the speed of HCache over that of each method in `papers` (method -> the paper's number). Returns:
     the seconds."""
     plan, seconds = restorations(model.layers, costs)
@@ -175,10 +164,8 @@ def gpus():
     single = {"7B, a30": 1.33, "13B, a100": 1.66, "13B, h800": 1.77}  # the text does not say clearly that 1.66 is the 13B's
     for model in MODELS:
         for gpu in GPUS[model.name]:
-            peak, pcie = PLATFORMS[gpu]
-            costs = layer_costs(model, TOKENS, peak, pcie * model.gpus)
-            over_kv = single.get(f"{model.name}, {gpu}", OVER_KV)
-            yield from gains(gpu, model, costs, KV=over_kv, recomputing=(5.04, 9.05))
+            (peak, pcie), over_kv = PLATFORMS[gpu], single.get(f"{model.name}, {gpu}", OVER_KV)
+            yield from gains(gpu, model, layer_costs(model, TOKENS, peak, pcie * model.gpus), KV=over_kv, recomputing=(5.04, 9.05))
 
 
 def ssds():
@@ -199,9 +186,8 @@ def ssds():
     yield "30B, 3 each: hidden states only over KV", 0.87, seconds["KV"] / seconds["states"]
     yield "Figure 13a. 13B, one SSD: layers, or tokens, restored from hidden states; the others are recomputed"
     costs = on_ssds(THIRTEEN, 1)
-    first, last = token_wise(costs, THIRTEEN.layers, TOKENS)
     yield "13B, layers, closed form", 31, planned.closed_form(THIRTEEN.layers, costs).count("H")
-    yield "13B, tokens", 794.0, float(last - first)
+    yield "13B, tokens", 794.0, float(projected_tokens(costs, THIRTEEN.layers, TOKENS))
 
 
 def lengths():
@@ -230,7 +216,7 @@ def cake_seconds(tokens, gbps, share=1.0, peak=PEAK) -> tuple[float, float, floa
     linear, square = 24 * SEVEN.width**2 / speed, 2 * SEVEN.width / speed  # t tokens: linear t + square t^2
     load = 8 * TOKEN_BYTES / (gbps * 1e9)  # seconds a token
     # The first t are computed: linear t + square t^2 = (tokens - t) load
-    met = (math.sqrt((linear + load) ** 2 + 4 * square * tokens * load) - linear - load) / (2 * square)
+    met = (((linear + load) ** 2 + 4 * square * tokens * load) ** 0.5 - linear - load) / (2 * square)
     return linear * tokens + square * tokens**2, tokens * load, (tokens - met) * load, met / tokens
 
 
@@ -311,9 +297,8 @@ def capture_ratio(name: str) -> float:
     """Return the number of KV blocks over that of ACT blocks in host memory, by Algorithm 1. A block is a
     token here."""
     (layers, width), lanes = OPT[name], capture_lanes(name, 1)
-    act, kv = 2 * width * layers, 4 * width * layers
-    on_device = max(0.0, DEVICE - 4 * 12 * width**2) / act
-    acts, kvs = hybrid.algorithm_1(*(lanes[key] for key in "WRK"), on_device, HOST, layers * 24 * width**2, act, kv)
+    act, kv, weights = 2 * width * layers, 4 * width * layers, 24 * width**2
+    acts, kvs = hybrid.algorithm_1(*(lanes[key] for key in "WRK"), max(0.0, DEVICE - 2 * weights) / act, HOST, layers * weights, act, kv)
     return kvs / acts
 
 
@@ -333,9 +318,24 @@ def capture():
         yield f"OPT-{name}, all", whole, capture_gains(name, 1920)[1]
 
 
-# 5. Comparing ----------------------------------------------------------------------------------
+# 5. Sentences ----------------------------------------------------------------------------------
 
-PAPERS = {"HCache": (schedules, gpus, ssds, lengths), "Cake": (cake,), "CAPTURE": (capture,)}
+def sentences():
+    yield "HCache 2.4 and 6.3.3; Cake's introduction and 2.3; part 12 of the series behind chapter 03"
+    for model, billions, paper in (SEVEN, 6.74, 48.0), (THIRTEEN, 13.0, 17.0):
+        yield f"{model.name}, thousands of tokens beside the weights in 40 GB", paper, (40e6 - 2e6 * billions) / (4 * model.layers * model.width)
+    yield "13B, ms of a layer's prefill, 10 MB of hidden states", 3.0, 1e3 * layer_flops(THIRTEEN, TOKENS) / (THIRTEEN.efficiency * PEAK)
+    yield "70B, GB of 72K tokens of 2.5 MB", 180.0, 72 * 2.5
+    larger = 80 * layer_flops(Model("70B", 80, 8192, 0), 72e3, 2) / (SEVEN.layers * layer_flops(SEVEN, 14e3, 2))
+    yield "70B, seconds to compute 72K tokens on an A100", 30.0, larger * SECONDS_14K
+    for gbps, paper in (24, 8.0), (20, 10.0):
+        yield f"70B, seconds to load 25 GB at {gbps} Gbit/s", paper, 25 * 8 / gbps
+    yield "70B, contexts of 4,096 tokens beside 35 GB in 80 GB", 35.0, 45e9 / (4 * 80 * 8 * 128 * 4096)
+
+
+# 6. Comparing ----------------------------------------------------------------------------------
+
+PAPERS = {"HCache": (schedules, gpus, ssds, lengths), "Cake": (cake,), "CAPTURE": (capture,), "Sentences": (sentences,)}
 
 
 def judge(table: str, name: str, paper, ours: float) -> dict:
@@ -347,8 +347,8 @@ def judge(table: str, name: str, paper, ours: float) -> dict:
     low, high = paper if isinstance(paper, tuple) else (paper, paper)
     slack = {tuple: 0, int: 1}.get(type(paper), 0.05 * low)
     difference = ours - min(max(ours, low), high)
-    agrees = low - slack <= round(ours, 2) <= high + slack
-    verdict = "yes" if agrees else f"no: {abs(difference):.2f} {'above' if difference > 0 else 'below'}"
+    distance = f"no: {abs(difference):.2f} {'above' if difference > 0 else 'below'}"
+    verdict = "yes" if low - slack <= round(ours, 2) <= high + slack else distance
     return dict(table=table, name=name, paper=paper, ours=ours, difference=difference, verdict=verdict)
 
 
@@ -366,8 +366,7 @@ def main() -> dict:
             rows.append(row := judge(title, *figure))
             paper = "{:.2f}-{:.2f}".format(*figure[1]) if isinstance(figure[1], tuple) else f"{figure[1]:.2f}"
             print(f"  {row['name']:<70}{paper:>11}{row['ours']:9.2f}{row['difference']:+8.2f}   {row['verdict']}")
-        verdicts = [row["verdict"] for row in rows[before:]]
-        summary.append(f"{verdicts.count('yes')} of {len(verdicts)} of {source}")
+        summary.append(f"{sum(row['verdict'] == 'yes' for row in rows[before:])} of {len(rows) - before} of {source}")
     print(f"\nRows that agree: {', '.join(summary)}.")
     return dict(rows=rows)
 
