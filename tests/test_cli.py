@@ -305,23 +305,5 @@ def test_a_signal_to_another_thread_ends_an_idle_server(tmp_path):
         interrupted(process, signal.SIGTERM, 143)
 
 
-LOSING = """
-import signal
-from tests.support.stub import Engine
-
-class Losing:
-    def __del__(self):
-        signal.raise_signal(signal.SIGTERM)
-        print("never comes here")
-
-Engine.__init__ = lambda *given, **more: Losing() and None
-"""
-
-
-def test_a_signal_whose_exception_is_lost_ends_a_starting_program(tmp_path):
-    with running(tmp_path, "--port", "0", before=LOSING) as process:
-        assert interrupted(process, 0, 143) == "KV pool: 64 blocks\n\nInterrupted.\n"
-
-
 def told(connection) -> bool:
     return "shutting down" in Reply(connection.getresponse()).error(503, "server_error")
