@@ -263,6 +263,6 @@ def test_traffic_fails_without_a_wait_for_copies(monkeypatch):
 
 @pytest.mark.parametrize("race", races.RACES)
 def test_a_race_gives_a_wrong_answer_only_without_its_guard(race, capsys):
-    races.show(race)
+    races.show(race, rounds=20)
     said = capsys.readouterr().out
     assert "with its guard:    right" in said and "without it:        WRONG" in said, said

@@ -294,14 +294,13 @@ HERE = "127.0.0.1"
 
 
 @pytest.mark.parametrize("bound,host,asking,changes,reads", [  # status codes of /evict, and of other routes
-    (HERE, "LocalHost", {}, 200, 200), (HERE, "127.9.0.1:80", {}, 200, 200), ("::1", "[::1]:5000", dict(REMOTE_ADDR="::1"), 200, 200),
-    (HERE, "elsewhere.example:5000", {}, 403, 403), ("::1", "192.0.2.7", {}, 403, 403), (HERE, "", {}, 403, 403),
-    (HERE, "localhost.example", {}, 403, 403), ("0.0.0.0", "[::1]:5000", dict(REMOTE_ADDR="::1"), 200, 200),
+    (HERE, "LocalHost", {}, 200, 200), ("::1", "[::1]:5000", dict(REMOTE_ADDR="::1"), 200, 200),
+    (HERE, "localhost.example:5000", {}, 403, 403), ("::1", "192.0.2.7", {}, 403, 403), (HERE, "", {}, 403, 403),
     ("0.0.0.0", "elsewhere.example", {}, 403, 200),  # another site's name that resolves to this machine
     ("0.0.0.0", "localhost", dict(REMOTE_ADDR="192.0.2.7"), 403, 200),
     (HERE, "localhost", dict(HTTP_ORIGIN="http://localhost"), 200, 200),
     (HERE, "localhost", dict(HTTP_ORIGIN="http://elsewhere.example"), 403, 403),
-    (HERE, "localhost", dict(HTTP_ORIGIN="null"), 403, 403), (HERE, "localhost", dict(HTTP_ORIGIN="http://["), 403, 403)])
+    (HERE, "localhost", dict(HTTP_ORIGIN="http://["), 403, 403)])
 def test_guards_refuse_other_hosts_and_other_sites(client, bound, host, asking, changes, reads):
     where = dict(REMOTE_ADDR=HERE, SERVER_NAME=bound) | asking
     options = dict(headers=dict(Host=host), environ_overrides=where)
@@ -397,12 +396,6 @@ def test_a_timeline_equals_the_answers_and_unmeasured_numbers_become_null(fronte
         assert shown["plan"]["costs_ms"] == dict(recompute=None, project=500, load_states=250, load_kv=None, question=0)
         assert client.ask("/state").json["finished"][0]["found"] == dict(gpu=None)
     assert json.loads(to_json([math.nan, -math.inf, {"a": 1.5}], indent=1)) == [None, None, {"a": 1.5}]
-
-
-def test_the_page_may_load_nothing_from_other_sites(client):
-    reply = client.ask("/")
-    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', reply.raw.decode())[1]
-    assert reply.kind == "text/html" and {"default-src 'none'", "connect-src 'self'"} <= {*policy.split("; ")}
 
 
 def test_evict_drops_the_cached_blocks(client):
