@@ -318,7 +318,7 @@ def test_a_gpu_that_cannot_be_divided_copies_on_any_stream(gpu, monkeypatch, err
 def test_generated_traffic(gpu, request, number, cache):
     each = -(-REQUESTS // (len(EXACT) * (1 if REAL else len(streams.SCHEDULES) - 1)))
     seed = 100 * number + len(request.node.name)
-    share = 0.002 if cache == "hybrid" else 0.05
+    share = 0.002 if cache == "hybrid" else 0.2
     counts = traffic.run(cache, each, seed, share, make=make, longest=100, answer=7)
     assert not counts["wrong"] and not counts["failed"]
 
