@@ -440,10 +440,10 @@ MINUTES = float(os.environ.get("SOAK_MINUTES", 0.03))       # of each server
 NEW = 12                # tokens of an answer
 
 
-def ask_until(client: Client, talks: list, seen: Counter, half: float, end: float):
+def ask_until(client: Client, talks: list, seen: Counter, end: float):
     """Run one client until time `end`: it reads each answer, or hangs up while queued, in the prefill or in the answer.
 
-    `seen`: counts of events, shared by all clients. `half`, `end`: times of time.monotonic()."""
+    `seen`: counts of events, shared by all clients. `end`: a time of time.monotonic()."""
     while time.monotonic() < end:
         prompt = random.choice(talks)
         connection = client.send("/generate", dict(prompt=prompt, max_tokens=NEW))
@@ -457,25 +457,20 @@ def ask_until(client: Client, talks: list, seen: Counter, half: float, end: floa
             seen["wrong"] += "error" not in result and ORACLE.judge(answer) == "wrong"
             seen["restored"] += result.get("source") not in ("miss", "gpu_hit", None)
         connection.close()
-        with open("/proc/self/statm") as statm:
-            seen["MB at half" if time.monotonic() < half else "MB at the end"] = int(statm.read().split()[1]) // 256
 
 
 @pytest.mark.parametrize("cache", ["files", "tiered"])
 def test_a_server_under_load_gives_right_answers_and_leaves_nothing(cache):
-    """Copies and reads of storage fail or are late. `SOAK_MINUTES=10 python -m pytest tests/test_server.py -k under_load`
-    also checks that the memory in use grows by at most 5 % in the second half."""
+    """Copies and reads of storage fail or are late. `SOAK_MINUTES=10` in the environment makes this last for minutes."""
     rng, seen, engine = random.Random(0), Counter(), make(cache, 80)
     talks = [draw(rng, rng.randrange(30, 480)) for _ in range(20)]
     for talk in talks:
         ORACLE.answer(talk, NEW)
     with faulty(rng, failing=0.02, late=0.1, noisy=3), serving(Frontend(tiny_model(), byte_tokenizer(300), ()), engine) as client:
-        now = time.monotonic()
-        told = client, talks, seen, now + 30 * MINUTES, now + 60 * MINUTES
+        told = client, talks, seen, time.monotonic() + 60 * MINUTES
         clients = [threading.Thread(target=ask_until, args=told) for _ in range(8)]
         for step in (threading.Thread.start, threading.Thread.join):
             list(map(step, clients))
     check_pools(engine)
     engine.close()
     assert seen["answered"] and seen["restored"] and seen["hung up"] and not seen["wrong"] + seen["refused"], seen
-    assert MINUTES < 1 or seen["MB at the end"] <= 1.05 * seen["MB at half"], seen
