@@ -1,5 +1,6 @@
 """Timelines: spans, idle shares, the chart, the trace file, and the clock of a GPU."""
 import json
+import time
 from types import SimpleNamespace
 
 import numpy
@@ -70,6 +71,11 @@ def test_a_trace_has_one_clock_and_a_reply_has_milliseconds(tmp_path):
     assert [span["ts"] - spans[0]["ts"] for span in spans] == pytest.approx([0, 1e6, 3e6])
     assert charts.spans(of(("load", "layer 0", 0.0012345, 0.5))) == [
         dict(lane="load", label="layer 0", start_ms=1.234, end_ms=500.0)]
+
+
+def test_a_mark_without_a_gpu_is_the_time_of_the_host():
+    clock, before = Clock("cpu"), time.perf_counter()
+    assert before <= clock.seconds(mark := clock.mark()) == mark <= time.perf_counter()
 
 
 @pytest.mark.parametrize("drift", [0.0, 1e-4])
