@@ -57,12 +57,8 @@ def overdue(*_):
 
 
 def pytest_collection_modifyitems(items):
-    """Run demos and ranks first and benchmarks last.
-
-    Demos and ranks take longest. If one ran last, a parallel process would wait for it alone. Benchmarks use several
-    cores."""
-    items.sort(key=lambda item: "test_benchmarks" in item.nodeid)
-    items.sort(key=lambda item: "test_demos" not in item.nodeid and "test_ranks" not in item.nodeid)
+    """Run the longest tests first. If one ran last, a parallel process would wait for it alone."""
+    items.sort(key=lambda item: not item.nodeid.startswith(("tests/test_benchmarks", "tests/test_demos", "tests/test_ranks")))
 
 
 def write_model(folder: Path, family="llama", seed: int = 0, max_shard_size: str = "1GB", **config) -> Path:

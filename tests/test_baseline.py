@@ -8,7 +8,7 @@ import torch
 from conftest import TINY, load, write_model
 
 from common.requests import ClientDisconnected, Request
-from shell import charts, limits
+from shell import limits
 from tests.support.engines import answer, baseline, submit, until_over
 
 PROMPT = torch.randint(5, TINY["vocab_size"], (150,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -88,6 +88,4 @@ def test_a_hang_up_frees_the_queue_after_at_most_one_more_chunk(model, steps):
     assert str(under_way.outcome) == str(in_line.outcome) == "gone"
     assert len(under_way.timeline.spans) == steps and not in_line.timeline.spans
     assert last.new == answer(model, PROMPT[:30], 8).new and not engine.busy
-    counts = charts.counters(engine)
-    assert (counts["requests"], counts["finished"], counts["cancelled"], counts["failed"]) == (3, 1, 2, 0)
-    assert (counts["completion_tokens"], counts["running"]) == (8, 0)
+    assert (engine.counts["finished"], engine.counts["cancelled"], engine.counts["failed"]) == (1, 2, 0)

@@ -349,8 +349,3 @@ def test_a_trace_changes_its_speed_in_the_middle_of_a_read():
     for model in trace, slow:
         later = model.arrival(0.25, 5, pieces=1000) - model.arrival(0.25, 5)
         assert later == pytest.approx(1000 * PIECE, rel=1e-4), "the time for pieces does not depend on the bandwidth"
-    trace.began = time.perf_counter() - 0.5e-3
-    trace.seconds = 60.0
-    assert trace.value == 100.0
-    trace.began -= 60.0
-    assert trace.value == 10.0

@@ -9,7 +9,6 @@ from conftest import ROOT, load
 
 from models.classroom import train
 from models.classroom.facts import Level
-from models.classroom.text import Conversation
 from models.classroom.train import HARD, Rows, evaluate, train_tokenizer
 from shell import checkpoint
 from tests.support.engines import baseline
@@ -28,18 +27,6 @@ def small(monkeypatch):
     small = {**train.CONFIG, "num_hidden_layers": 3, "intermediate_size": 64}
     monkeypatch.setattr(train, "CONFIG", small)
     monkeypatch.setattr(train, "STAGES", [(0.0005, 64, 2, 0.5, Level()), (0.001, 128, 2, 0.5, HARD)])
-
-
-def test_a_question_asks_for_a_fact_with_one_answer():
-    for seed in range(20):
-        conversation, said, told = Conversation(random.Random(seed), HARD), {}, ""
-        for _ in range(60):
-            turn = conversation.next_turn()
-            if turn.kind not in ("", "world", "sum", "talk"):
-                assert said.get(turn.user, turn.assistant) == turn.assistant or turn.kind == "corrected"
-                assert turn.assistant.replace("Your ", "My ") in told
-                said[turn.user] = turn.assistant
-            told += turn.user + "\n"
 
 
 def test_training_uses_the_shipped_tokenizer_and_chat_template(rows):

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from common.cache import Cache, Match
-from common.link import Transfer, TransferError
+from common.link import Transfer
 from common.requests import Request, RequestError, Unavailable
 from shell.cli import summary
 from shell.frontend import result_json
-from tests.support import engines
+from tests.support import engines, races, traffic
 from tests.support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, make, submit, tiny_model
 
 
@@ -99,21 +99,7 @@ def test_a_request_that_waits_for_its_cache_lets_others_pass(times, patience):
     assert ORACLE.judge(back) == ORACLE.judge(other) == "equal"
 
 
-# 2. A limit that moves -------------------------------------------------------------------------
-
-def test_a_restoration_waits_for_a_copy_until_its_deadline():
-    restorer, request = make(RowCache()).lower_tier, Request([5, 6, 7], 1, portion=1)
-    restoration = engines.both_ends.TwoPointers(request, Match(2, 0.0, [], {}), 0, 2, 0.0, awaited=Transfer("load", "a copy"))
-    assert not restorer.arrived(restoration, wait=False), "the request computes, so no step waits for the copy"
-    request.portion = 0
-    restoration.awaited.issued += 60  # so that the test may take up to 60 s
-    assert not restorer.arrived(restoration, wait=False), "a copy that has just been issued is not late"
-    restoration.awaited.issued -= 120
-    with pytest.raises(TransferError, match="late"):
-        restorer.arrived(restoration, wait=False)
-
-
-# 3. Rows of a step -----------------------------------------------------------------------------
+# 2. Rows of a step -----------------------------------------------------------------------------
 
 def test_a_restoration_computes_at_most_the_budget_of_a_step():
     engine, layers = make(RowCache(computes=True), token_budget=64), []
@@ -128,7 +114,7 @@ def test_a_restoration_computes_at_most_the_budget_of_a_step():
     check_pools(engine)
 
 
-# 4. Failures -----------------------------------------------------------------------------------
+# 3. Failures -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("options, words", [
     (dict(broken=lambda: None), "ended early: computed"), (dict(broken=lambda: 1 / 0), "by zero: computed"),
@@ -208,7 +194,7 @@ def test_an_error_in_work_for_one_request_ends_that_one_at_most(broken):
     check_pools(engine)
 
 
-# 5. Load or compute ----------------------------------------------------------------------------
+# 4. Load or compute ----------------------------------------------------------------------------
 
 def test_a_load_slower_than_computing_is_declined_with_a_reason():
     engine = make(RowCache(seconds=1e3), always_restore=False)
@@ -222,7 +208,7 @@ def test_a_load_slower_than_computing_is_declined_with_a_reason():
     assert again(always, PROMPT).found == {"rows": 205}
 
 
-# 6. Sleeping -----------------------------------------------------------------------------------
+# 5. Sleeping -----------------------------------------------------------------------------------
 
 def sleeps(engine, during) -> list:
     """Call `during(count)` before each sleep of an engine. Returns: the list of its timeouts, which grows."""
@@ -262,3 +248,21 @@ def test_explain_prints_a_line_for_each_event(capsys):
     said = capsys.readouterr().err
     assert all(f" {verb} " in said for verb in ("admit", "compute", "finish", "restore"))
     assert "12 blocks" in said or "13 blocks" in said
+
+
+# 6. Without a guard, answers are wrong, or something is left behind ----------------------------
+
+def test_traffic_fails_without_a_wait_for_copies(monkeypatch):
+    races.without(monkeypatch, engines.hybrid.HybridRunner, "forget", "transfer.wait()", "pass")
+    try:
+        counts = traffic.run("hybrid", 6000, 0, 0.01, until_wrong=True)  # most races show at once
+    except Exception:  # an error of the engine counts, too
+        return
+    assert counts["wrong"] or counts["failed"]
+
+
+@pytest.mark.parametrize("race", races.RACES)
+def test_a_race_gives_a_wrong_answer_only_without_its_guard(race, capsys):
+    races.show(race, rounds=20)
+    said = capsys.readouterr().out
+    assert "with its guard:    right" in said and "without it:        WRONG" in said, said

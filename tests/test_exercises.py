@@ -1,8 +1,10 @@
 """The exercises: the chapters solve them, and the judge answers an incomplete or wrong file with a rule in words."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from tests.support import forked  # noqa: F401  judges are forked from a process that has imported what takes long
+from tests.support import forked  # judges, too, are forked from a process that has imported what takes long
 from tools import exercise
 
 SECONDS = 300  # long, since the machine may be busy
@@ -22,10 +24,23 @@ MISTAKES = [  # (chapter, its code, wrong code of a student, part of the judge's
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("number", ["03", "05"])
+def test_a_chapter_solves_its_exercise(number):
+    """The tests of all rules also run on every chapter without the judge."""
+    assert exercise.judge(number, exercise.CHAPTERS[number], SECONDS) is None
+
+
+def test_each_rule_has_a_test(tmp_path):
+    judges = [exercise.Judging(number) for number in exercise.CHAPTERS]
+    files = {file for judge in judges for file in judge.files}
+    collected = forked.run(tmp_path, "-m", "pytest", "--collect-only", *files).stdout.splitlines()
+    for judge in judges:
+        judge.pytest_collection_modifyitems([SimpleNamespace(nodeid=name) for name in collected if "::" in name])
+
+
 @pytest.mark.parametrize("number", exercise.CHAPTERS)
-def test_a_chapter_solves_its_exercise_and_an_emptied_one_does_not(number, tmp_path):
+def test_an_emptied_chapter_does_not_solve_its_exercise(number, tmp_path):
     path = exercise.CHAPTERS[number]
-    assert exercise.judge(number, path, SECONDS) is None
     (tmp_path / path.name).write_text(exercise.emptied(number))
     sentence = exercise.judge(number, tmp_path / path.name, SECONDS)
     assert sentence == f"{exercise.rows(number, 3)[0][0]} is still empty."

@@ -98,20 +98,6 @@ def test_no_division_is_better_than_the_plan(act_size, costs, layers, blocks, de
         assert not (other.act_host or other.act_device if policy == "kv-only" else other.kv_host or other.kv_device)
 
 
-def test_half_of_the_weights_resident_the_gains_are_those_of_the_formula():
-    """The gains over a fair `kv-only` and `act-only` are 1 + K/2R and (B + R) / (B + aR).
-
-    a is the best share of ACT blocks."""
-    W, K, R, B, M = 25.0, 100.0, 92.0, 8.0, 12.5
-    costs, sizes = Costs(10.0, B, R / 1000), Sizes(250, 5, 10)  # 10 bytes/s; 1,000 blocks; 10 layers
-    planner = Planner("hybrid", costs, sizes, 10, 1000, int(10 * M * 10) + 500)
-    seconds = {policy: max(planner.lane_seconds(planner._replace(policy=policy).plan())) for policy in hybrid.POLICIES}
-    a = (W + K - M - B) / (R + K / 2)
-    expected = dict(zip(hybrid.POLICIES, (B + a * R, W + K - M, B + R)))
-    assert {policy: seconds[policy] / 10 for policy in expected} == pytest.approx(expected, rel=0.01)
-    assert seconds["paper"] >= seconds["hybrid"] * (1 - 1e-9)
-
-
 def test_what_steps_took_makes_the_next_plan_and_one_slow_step_changes_nothing():
     planner = Planner("hybrid", Costs(10.0, 0.0, 0.0), Sizes(50, 4, 8), 4, 100, 100)
     steady = planner.with_samples([(50, 0.4, 2.0)] * 8)
@@ -147,23 +133,6 @@ def test_any_run_of_numbers_has_the_plans_ratio(counts, data):
     kinds, slots = kind_map.slots(list(range(first, first + length)), torch.arange(4 * length))
     expected = [(kind, 4 * number + at) for kind, number in of_block[first : first + length] for at in range(4)]
     assert list(zip(kinds.tolist(), slots.tolist())) == expected
-
-
-@pytest.mark.parametrize("in_use, most", [(0.7, 1.5), (0.9, 4.0)])
-def test_fragmented_tables_keep_about_the_plans_ratio_and_the_batch_keeps_it(in_use, most):
-    """Equation 5 allows a difference of one block. In 19 of 20 tables of 8 to 80 blocks it is at most `most`."""
-    rng, kind_map, pool = random.Random(1), hybrid.KindMap(Plan(0, 340, 684, 0, 0), 16), engines.paged.BlockPool(1024, 16)
-    tables, found = [], []
-    for _ in range(300):
-        while sum(map(len, tables)) < in_use * 1024:
-            tables.append(pool.allocate(min(rng.randrange(8, 64), pool.available), room=64))
-        for table in tables[::8]:
-            table += pool.allocate(min(1, pool.available), table[-1])
-        pool.release(tables.pop(rng.randrange(len(tables))))
-        off = [int((kind_map.kinds[table] == hybrid.ACT_HOST).sum()) - len(table) * 684 / 1024 for table in tables]
-        assert abs(sum(off)) < 0.015 * 1024
-        found += map(abs, off)
-    assert sorted(found)[len(found) * 19 // 20] <= most
 
 
 def items_of(*sizes, count=1) -> list:
@@ -204,15 +173,6 @@ def test_the_papers_mini_batches_by_hand():
     items[0].request.table.append(kvs.pop())  # allocated, not in use yet
     formed = hybrid.form_paper_batches(PAPER, kind_map, items, 12 * 16 + 7)
     assert ["".join(names[items.index(item)] for item in batch) for batch in formed] == ["pqs", "trv", "u"]
-
-
-def test_one_to_one_is_as_much_memory_of_each_kind_and_the_first_requests_are_all_activations():
-    sizes = hybrid.sizes_of(MODEL, 16)
-    planner = Planner("hybrid", Costs(BANDWIDTH, 1.0, 0.1), sizes, 3, 60, 2 * sizes.weights + 4 * sizes.act, 16, 40 / 60)
-    engine = hybrid.decode_engine(hybrid_blocks.in_halves(planner, MODEL, BANDWIDTH), 5 * [127])  # 8 blocks per request
-    kinds = [hybrid.KINDS[kind] for one in engine.running for kind in engine.runner.kind_map.kinds[one.table]]
-    assert [kind % 2 for kind in kinds] == 28 * [1] + 12 * [0]
-    assert kinds.count(hybrid.ACT_HOST) * sizes.act == kinds.count(hybrid.KV_HOST) * sizes.kv == 24 * sizes.act
 
 
 # 3. The forward pass ---------------------------------------------------------------------------

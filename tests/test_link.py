@@ -172,23 +172,13 @@ def test_seconds_include_queued_transfers_but_no_cancelled_ones():
 # 5. The modelled speed ------------------------------------------------------------------------
 
 
-def test_the_default_link_has_the_ratio_of_projecting_to_transfer_of_llama_2_7b_on_an_a100(monkeypatch):
-    """The model's layer is projected in half a second for 512 tokens."""
-    monkeypatch.setattr("shell.modelled_link.projected_rows", lambda model: 1024.0)
-    auto = LikeA100(tiny_model())
-    transfer = 512 * 64 * 4 / auto.value  # seconds to transfer a layer's hidden states
-    assert 0.5 / transfer == pytest.approx(32 / 24)  # projecting is as fast as a link of 24 GB/s; the link has 32 GB/s
-    assert str(make(5e8)) == str(Bandwidth(5e8)) == "modelled link, 0.5 GB/s"
-    said = str(make(auto))
-    assert said.startswith("modelled link, ") and "as for an A100" in said
-
-
 def test_the_option_link_sets_the_speed_or_is_refused(capsys):
     parser = argparse.ArgumentParser()
     hardware.add_link(parser)
     words = [], ["--link=2.5"], ["--link=0.1:2:0.5@0.3"]
     auto, asked, trace = (hardware.bandwidth(tiny_model(), parser.parse_args(each).link) for each in words)
     assert isinstance(auto, LikeA100) and 1e5 < auto.value < 1e14 and asked.value == 2.5e9
+    assert str(make(asked)) == str(asked) == "modelled link, 2.5 GB/s" and "as for an A100" in str(make(auto))
     assert (trace.values, trace.seconds) == ((1e8, 2e9, 5e8), 0.3)
     for word in "0", "-1", "nan", "inf", "fast", "", "AUTO", "1e7", "1e-10", "1 GB/s", "0.1:", ":0.1", "0.1:1@", "0.1:1@0":
         with pytest.raises(SystemExit):

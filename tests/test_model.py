@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import random
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
@@ -15,12 +14,11 @@ import torch.nn.functional as F
 from conftest import TINY, load, write_model
 
 from common.llama import Linear, attention, causal_mask
-from common.requests import Request
 from shell import checkpoint, cli, limits
 from shell.checkpoint import reference_model
 from shell.config import ModelError, read_config
 from shell.linear import FastLinear, speed_up
-from tests.support.engines import answer, ask_and_evict, baseline, draw, hybrid, hybrid_runner, make
+from tests.support.engines import answer, ask_and_evict, baseline, hybrid, hybrid_runner, make
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=64)
@@ -76,17 +74,6 @@ def reference_logits(model, tokens: list[int]):
 
 
 @torch.inference_mode()
-def reference_decode(model, tokens: list[int]):
-    """Return logits [T, V], computed with one forward pass per token."""
-    rows, cache = [], None
-    for token in tokens:
-        out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-        rows.append(out.logits[0, -1])
-        cache = out.past_key_values
-    return torch.stack(rows)
-
-
-@torch.inference_mode()
 def reference_tokens(model, prompt: list[int], count: int) -> list[int]:
     row = torch.tensor([prompt])
     options = dict(max_new_tokens=count, do_sample=False, pad_token_id=0)
@@ -99,12 +86,12 @@ def test_logits_at_every_position_equal_those_of_transformers(pair):
     """Compare logits token by token with exact ones, computed in float64.
 
     A trained model's float32 logits differ from the exact ones by more than 1e-4, in `transformers` as well. Our error
-    may be at most twice the error of its prefill and of its decode."""
+    may be at most twice its error."""
     tokens = random_prompt(80, pair.ours.config.vocab_size)
     exact = reference_logits(copy.deepcopy(pair.theirs).double(), tokens)
-    theirs = reference_decode(pair.theirs, tokens), reference_logits(pair.theirs, tokens)
-    ours, *theirs = ((logits - exact).abs().max() for logits in (logits_of(pair.ours, tokens, 1), *theirs))
-    assert ours <= max(1e-4, 2 * max(theirs))
+    sides = logits_of(pair.ours, tokens, 1), reference_logits(pair.theirs, tokens)
+    ours, theirs = ((logits - exact).abs().max() for logits in sides)
+    assert ours <= max(1e-4, 2 * theirs)
 
 
 def test_64_greedy_tokens_equal_those_of_transformers(pair):
@@ -122,25 +109,6 @@ def test_bfloat16_stays_near_transformers(kind, tmp_path):
     exact = reference_logits(reference_model(pair.name, torch.float32), tokens)
     assert (ours - theirs).abs().max() <= 3 * (theirs - exact).abs().max()
     assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() >= 0.8
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_seed_gives_the_same_answer_alone_in_a_batch_and_from_a_cache(dtype):
-    """In 16 bits, only the same request alone."""
-    model, rng = load("classroom", dtype).model, random.Random(0)
-    prompts = [draw(rng, 40 + 9 * number) for number in range(4)]
-    ways = [dict(temperature=1.0 + number % 2, seed=number, top_p=(1.0, 0.9, 1.0)[number % 3]) for number in range(4)]
-
-    def answers(engine, *groups) -> list[list[int]]:
-        return [request.new for group in groups
-                for request in engine.generate([Request(list(prompts[at]), 16, **ways[at]) for at in group])]
-
-    one_by_one = [[at] for at in range(4)]
-    alone, again = (sum((answers(make(model=model), group) for group in one_by_one), []) for _ in range(2))
-    assert alone == again and len({*map(tuple, alone)}) == 4
-    if dtype == "float32":
-        assert answers(engine := make(model=model, blocks=200), range(4)) == alone
-        assert answers(engine, *one_by_one) == alone and engine.counts["gpu_hits"]
 
 
 # Linear layers on a CPU ------------------------------------------------------------------------
@@ -264,10 +232,9 @@ UNSLOTH = dict(unsloth_fixed=True, unsloth_version="2025.9.1", _name_or_path="un
 SLIDES = dict(use_sliding_window=True, sliding_window=64)
 PUBLISHED = {
     "Llama 1": dict(architectures=["LLaMAForCausalLM"], max_sequence_length=2048, pad_token_id=-1, rms_norm_eps=1e-6),
-    "Llama 2": SEVEN_B, "Vicuna": dict(_name_or_path="vicuna", max_position_embeddings=2048, pad_token_id=0),
     "Vicuna 16k": SEVEN_B | dict(max_sequence_length=16384, rope_scaling=dict(factor=4.0, type="linear")),
     "SOLAR": SEVEN_B | dict(rope_scaling=dict(factor=2.0, type="dynamic")),
-    "Llama 3": LLAMA_3, "Llama 3.1": LLAMA_31, "Llama 3.2, unsloth": LLAMA_32 | UNSLOTH,
+    "Llama 2": SEVEN_B, "Llama 3.1": LLAMA_31, "Llama 3.2, unsloth": LLAMA_32 | UNSLOTH,
     "SmolLM2": LLAMA_3 | JS | dict(rope_interleaved=False, tie_word_embeddings=True, rope_theta=100000),
     "with biases": SEVEN_B | dict(attention_bias=True, mlp_bias=True, bias=True, hidden_act="swish"),
     "from GGUF": dict(max_position_embeddings=512, partial_rotary_factor=1.0, rope_theta=1e4, num_key_value_heads=None,
@@ -328,9 +295,7 @@ REFUSED = [
     ("rope_parameters", dict(rope_scaling="linear")),
     ("layer_types", dict(layer_types=["full_attention", "sliding_attention", "full_attention"])),
     ("rms_norm_eps must be a positive number", dict(rms_norm_eps=math.nan)),
-    ("rope_theta must be a positive number, not 0", dict(rope_theta=0)),
     ("factor must be a positive number, not None", dict(rope_scaling=dict(type="linear", factor=None))),
-    ("num_hidden_layers must be a positive number", dict(num_hidden_layers=0)),
     ("hidden_size", dict(hidden_size=None)),
     ("vocab_size", dict(vocab_size="300")),
     ("head_dim", dict(head_dim=15)), ("hidden.size.*multiple", dict(hidden_size=62)),

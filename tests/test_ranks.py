@@ -28,14 +28,18 @@ ranked = importlib.import_module("09_tensor_parallel")
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="ranks are POSIX processes here")
 
 
-def scenario(folder, *arguments) -> subprocess.CompletedProcess:
-    """Run a scenario. Rank 0 is a forked process, and starts the other ranks as new processes."""
-    return forked.run(folder, "-m", "tests.support.ranks", *arguments, timeout=300)
-
-
-def passes(*arguments):
-    done = scenario(*arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
+def passes(folder, count, *arguments):
+    """Run a scenario. Each rank is a forked process, with the environment variables that torchrun sets."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        there = dict(WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    words, processes = ("-m", "tests.support.ranks", count, *arguments), []
+    for rank in range(count):
+        (own := folder / f"rank {rank}").mkdir(exist_ok=True)
+        processes.append(forked.start(own, *words, RANK=str(rank), **there))
+    for process in processes:
+        process.join(300)
+        process.kill()
+    assert all(process.exitcode == 0 for process in processes), [path.read_text() for path in folder.glob("rank */std*")]
 
 
 # 1. Right tokens -------------------------------------------------------------------------------
@@ -64,7 +68,7 @@ def test_traffic_on_two_ranks_is_right(keep, kv_heads, tmp_path):
 
 
 def test_another_number_of_ranks_finds_the_pages(tmp_path):
-    asked = "share", "--keep", "pages", "--kv-heads", 1, "--storage", tmp_path
+    asked = "share", "--keep", "pages", "--kv-heads", 1, "--storage", tmp_path / "pages"
     passes(tmp_path, 2, *asked)  # both ranks have the same KV head
     passes(tmp_path, 1, *asked, "--found")
 
@@ -198,7 +202,7 @@ def test_the_environment_names_the_rank_or_is_refused_in_a_sentence(given, asked
     ("failed", "Rank 1 has ended (AssertionError: something went wrong here); all ranks end."),
 ])  # fmt: skip
 def test_all_ranks_end_with_a_sentence_after_one_has_ended(how, words, tmp_path):
-    done = scenario(tmp_path, 2, how)
+    done = forked.run(tmp_path, "-m", "tests.support.ranks", 2, how, timeout=300)  # rank 0 starts the other one
     assert done.returncode == 1 and done.stderr.endswith(f"{words}\n"), done.stderr
     assert done.stdout == "ready\n", "output before the failure is not lost"
 

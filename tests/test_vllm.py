@@ -18,8 +18,8 @@ from tests.support.serving import eventually
 
 PYTHON = os.environ.get("VLLM_PYTHON", sys.executable if importlib.util.find_spec("vllm") else None)
 PROMPTS, OFFERED = [[first, *range(10, 201)] for first in (3, 4, 5)], 160  # prompts of 6 blocks; 160 tokens can be restored
-PAD_LIMIT = dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_HOST_IP="127.0.0.1",
-             VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1", VLLM_CACHE_ROOT="vllm")  # fmt: skip
+ENVIRONMENT = dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_HOST_IP="127.0.0.1",
+                   VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1", VLLM_CACHE_ROOT="vllm")  # fmt: skip
 CHILD = """
 import json, os, sys
 out, _ = os.fdopen(os.dup(1), "w"), os.dup2(2, 1)
@@ -50,7 +50,7 @@ def peer(folder, overrides=None, **extra) -> Popen:
                    kv_cache_memory_bytes=1 << 26, distributed_executor_backend="uni", kv_transfer_config=transfer,
                    hf_overrides=overrides or {})  # fmt: skip
     words = "timeout", "600", PYTHON, "-c", CHILD, json.dumps(options)
-    environment = {**os.environ, **PAD_LIMIT, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, folder]))}
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, folder]))}
     return Popen(words, cwd=folder, env=environment, stdin=PIPE, stdout=PIPE, stderr=open(folder / "log", "w"), text=True)
 
 

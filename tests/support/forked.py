@@ -2,6 +2,7 @@
 
 This saves about five seconds each."""
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -12,11 +13,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OUTPUTS = "stdout", "stderr"
-# No chapter is preloaded, because exercises replace a chapter's file.
+# No chapter is preloaded, because exercises replace a chapter's file. This module comes last.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([
     "torch", "torch.nn.attention.bias", "transformers", "transformers.models.llama.modeling_llama", "hypothesis", "pytest", "numpy",
-    "shell.checkpoint", "shell.lesson", "shell.backends"])  # fmt: skip
+    "shell.checkpoint", "shell.lesson", "shell.backends", "tests.support.forked"])  # fmt: skip
+gc.freeze()  # collections in forked processes skip all that was imported before
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # a pytest in a forked process needs no plugins, and starts sooner
 
 
 def run(folder: Path, *words, timeout: float = 600, **how) -> subprocess.CompletedProcess:

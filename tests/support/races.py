@@ -78,11 +78,13 @@ def answers(race: str | None = None, rounds: int = 60, seed: int = 3):
     return None
 
 
-def show(race: str) -> bool:
-    """Print both results. Returns: True if answers are wrong only without the guard."""
+def show(race: str, rounds: int = 60) -> bool:
+    """Print both results. Returns: True if answers are wrong only without the guard.
+
+    `rounds`: of three requests, with the guard."""
     guard, words, *_ = RACES[race]
-    right = not answers()
-    print(f"{words}\nThe guard: {guard}.\n\nwith its guard:    {'right: all 180 answers' if right else 'WRONG'}")
+    right = not answers(rounds=rounds)
+    print(f"{words}\nThe guard: {guard}.\n\nwith its guard:    {f'right: all {3 * rounds} answers' if right else 'WRONG'}")
     try:
         wrong = answers(race)
     except Exception as error:  # without the guard the engine itself may break
