@@ -29,7 +29,7 @@ from tqdm import tqdm
 from common.llama import Llama, LlamaConfig
 from shell import bits, limits, random_models
 from shell.config import ModelError, read_config
-from shell.families import FamilyConfig, layer_of
+from shell.families import layer_of
 from shell.linear import product_dtype, speed_up
 from shell.pieces import Pieces
 from shell.tokenizer import plain_tokenizer
@@ -104,7 +104,7 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, sharding, same
         if not configs[0]:
             raise ModelError(f"{name} has no config.json. {WHOLE}")
         config, tokenizer = read_config(configs[0]), read_tokenizer(folder)
-        digest = hashlib.sha256(described(config).encode())
+        digest = hashlib.sha256(repr(config).encode())
     dtype, place = pick_dtype(dtype, device, configs[0]), "cpu" if on_host else device
     model = allocate(config, dtype, place, name, sharding)
     places = weights(model)
@@ -144,13 +144,6 @@ def prepare_for_cpu(model: Llama, on_host: bool, sharding, same_bits: bool, dige
         bits.check(model)
         count = ranks.count if ranks else 1
         digest.update(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {count}".encode())
-
-
-def described(config: LlamaConfig) -> str:
-    """Return a config in words. They are a part of the keys of stored blocks, so they must not change."""
-    fields = dict(vars(FamilyConfig(**vars(config))))
-    fields["tie_word_embeddings"] = fields.pop("tie_word_embeddings")   # it comes last
-    return f"LlamaConfig({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
 def pick_device(device: str) -> str:
