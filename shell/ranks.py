@@ -3,7 +3,6 @@
 Most methods of Ranks are collective: all ranks must call them, in the same order. When a rank has ended, the
 next collective of the other ranks fails, and they end too. When a rank hangs, they end after TIMEOUT. When
 work on a rank raises an exception, all ranks leave the step, drop their engines and go on with new ones."""
-import functools
 import gc
 import os
 import signal
@@ -15,7 +14,7 @@ import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -47,7 +46,7 @@ class Ranks:
 
         `rank`: of this process, from 0. `count`: number of ranks."""
         self.rank, self.count, self.agreements, self.connections = rank, count, 0, 0
-        self.same_bits = False
+        self.group, self.same_bits = None, False
         if count > 1:
             try:
                 self.notes, *_ = next(dist.rendezvous("env://", rank, count, timeout=TIMEOUT))
@@ -59,7 +58,12 @@ class Ranks:
 
     def connect(self):
         """Collective: connect to the other ranks, at the start and again after a failure. Communicate by gloo
-        in host memory, and by NCCL between GPUs."""
+        in host memory, and by NCCL between GPUs. End the connection before, so that no rank waits for
+        another."""
+        if self.group:
+            dist.destroy_process_group(self.group)
+            self.group = None
+            gc.collect()    # a connection closes when nothing refers to it
         self.connections += 1
         self.group = dist.new_group(timeout=TIMEOUT)
 
@@ -77,13 +81,6 @@ class Ranks:
         """-> which rank has failed since `connect`, and why; empty if none has."""
         key = f"failure {self.connections}"
         return self.notes.get(key).decode() if self.notes.check([key]) else ""
-
-    def reconnect(self):
-        """Collective: disconnect after a failure, so that no rank waits for another, and connect again."""
-        dist.destroy_process_group(self.group)
-        self.group = None
-        gc.collect()    # a connection closes when nothing refers to it
-        self.connect()
 
     def all_min(self, numbers: list[int]) -> list[int]:
         """Collective: return the minimum over ranks of each number."""
@@ -110,7 +107,7 @@ class Ranks:
         """Collective: sum a tensor [T, D] over ranks. All ranks get the same bits."""
         if self.same_bits and self.count > 2:       # gloo adds three in an order that depends on T
             parts = self.all_gather(partial).unflatten(1, (self.count, -1)).unbind(1)
-            return functools.reduce(torch.add, parts)
+            return reduce(torch.add, parts)
         self.call_collective(dist.all_reduce, partial)
         return partial
 
@@ -251,7 +248,7 @@ class BroadcastEngine:
             before.close()
         del before      # free its memory: the new engine needs as much
         gc.unfreeze()
-        self.ranks.reconnect()
+        self.ranks.connect()
         gc.freeze()
         try:
             engine = self.make()
