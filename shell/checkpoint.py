@@ -27,7 +27,7 @@ from torch import nn
 from tqdm import tqdm
 
 from common.llama import Llama, LlamaConfig
-from shell import bits, limits, random_models
+from shell import bits, limits, random_models, read_words
 from shell.config import ModelError, read_config
 from shell.families import layer_of
 from shell.linear import product_dtype, speed_up
@@ -45,11 +45,7 @@ LFS = b"version https://git-lfs"    # the beginning of a file that stands for an
 TIED = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Our name of a part of a layer -> Hugging Face's names of it, or of its halves
-NAMES = {"attention_norm": ["input_layernorm"], "mlp_norm": ["post_attention_layernorm"],
-         "q_proj": ["self_attn.q_proj"], "o_proj": ["self_attn.o_proj"],
-         "kv_proj": ["self_attn.k_proj", "self_attn.v_proj"],
-         "q_norm": ["self_attn.q_norm"], "k_norm": ["self_attn.k_norm"],
-         "gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"], "down_proj": ["mlp.down_proj"]}
+NAMES = {own: names for own, *names in read_words("weights.txt")}
 
 
 def keep_freed_memory():

@@ -9,11 +9,12 @@ from jinja2 import TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
+from shell import read_words
+
 # The fields of tokenizer_config.json that name special tokens, and those that list more of them; the fields
 # that change no token; and the variables of a plain chat template. (Other variables include functions that
 # `transformers` defines.)
-LINES = Path(__file__).with_suffix(".txt").read_text().splitlines()
-NAMED, EXTRA, HARMLESS, VARIABLES = (set(line.split()[1:]) for line in LINES)
+NAMED, EXTRA, HARMLESS, VARIABLES = ({*words} for _, *words in read_words("tokenizer.txt"))
 JINJA = ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 compiled = cache(JINJA.from_string)
