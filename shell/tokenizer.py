@@ -36,12 +36,10 @@ class PlainTokenizer:
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
         return self.backend_tokenizer.decode(tokens, skip_special_tokens)
 
-    def apply_chat_template(self, messages, chat_template=None, add_generation_prompt=False, tokenize=False,
-                            **variables) -> str:
+    def apply_chat_template(self, messages, chat_template=None, tokenize=False, **variables) -> str:
         """Return the text of a conversation. `tokenize` must be False."""
-        return compiled(chat_template or self.chat_template).render({
-            **self.named, "tools": None, "documents": None, **variables, "messages": messages,
-            "add_generation_prompt": add_generation_prompt})
+        known = {**self.named, "tools": None, "documents": None, **variables, "messages": messages}
+        return compiled(chat_template or self.chat_template).render(known)
 
 
 def plain_tokenizer(folder: Path, settings: dict) -> PlainTokenizer | None:
