@@ -188,8 +188,7 @@ def find_tensors(name: str, folder: Path, whole: dict) -> dict:
     stored = read_json(folder / f"{one}.index.json").get("weight_map", {})
     if one not in stored.values():
         find_folder(name, [one], commit=folder.name)
-        if names := tensor_names(folder / one):
-            stored = dict.fromkeys(names, one)
+        stored = dict.fromkeys(tensor_names(folder / one), one) or stored
     if not stored:
         raise ModelError(f"{name} has no model.safetensors. {WHOLE}")
     for key, file in stored.items():

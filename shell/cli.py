@@ -10,7 +10,7 @@ import torch
 
 from common.requests import Request, RequestError
 from shell import charts, checkpoint, exit_process, handle_signals, interrupt, lesson, limits, to_json
-from shell.frontend import Frontend, check_messages, result_json
+from shell.frontend import Frontend, result_json
 
 
 def bounded(kind, low, high):
@@ -93,9 +93,7 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
         path.open("a").close()
         if not there:           # do not leave an empty file if the run fails
             path.unlink()
-    if arguments.prompt is not None:
-        check_messages([dict(role="user", content=arguments.prompt)])
-    elif not arguments.demo:
+    if arguments.prompt is None and not arguments.demo:
         from shell import server  # imported here: only the server needs Flask
         listener = server.listen(arguments.host, arguments.port)
 
