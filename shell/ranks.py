@@ -15,7 +15,7 @@ import traceback
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial, reduce
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -147,7 +147,6 @@ class BroadcastEngine:
         self.cache, self.commands = self.engine.lower_tier.cache, self.engine.lower_tier.cache.commands
         self.ranks, self.closed, self.stepping = self.cache.ranks, False, False
         self.known = WeakValueDictionary()          # id() on rank 0 -> Request
-        self.submitted = WeakSet()                  # requests that an engine has received
 
     def __getattr__(self, name):
         return getattr(self.engine, name)
@@ -189,7 +188,6 @@ class BroadcastEngine:
             if self.ranks.rank:
                 writer = written and Writer(self.tokenizer, *written)
                 request = self.known[name] = requests.Request(**fields, writer=writer)
-            self.submitted.add(request)
             self.engine.submit(request)
         elif verb == "cancel" and request and request.outcome is None:
             self.engine.cancel(request, getattr(requests, more[0])(more[1]))
@@ -239,9 +237,9 @@ class BroadcastEngine:
         # Other threads see an empty engine until there is a new one
         self.engine, self.cache = requests.RequestQueue(before.capacity), None
         self.engine.counts = before.counts
-        for request in self.submitted:
+        for request in filter(None, [reference() for reference in self.known.valuerefs()]):
             request.restoration = request.memo = None       # they refer to the old engine
-            if request.outcome is None:
+            if request.id and request.outcome is None:      # an engine has received it
                 request.finish(requests.Unavailable(f"{reason}; ask again."))
                 before.counts["failed"] += 1
         with suppress(Exception):
@@ -334,9 +332,7 @@ def run_ranks(doc, chapter: str, add_arguments, make_engine, demo, load):
 
     `load(ranks, name, dtype, device, same_bits)`: loads this rank's part of the model. The rest: see
     `cli.main`."""
-    parser = cli.parser_for(doc)
-    add_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = cli.parser_for(doc, add_arguments).parse_args()
     begin = lambda *names, **how: load(join(arguments.ranks), *names, **how)  # noqa: E731
     try:
         if of_environment(arguments.ranks)[0] == 0:
