@@ -115,10 +115,8 @@ class Server:
             self.open.append(asked)
         try:
             yield
-            piece = None
-            while piece is not END:
-                piece = self.take(asked.pieces, gone, SILENCE_SECONDS)
-                yield asked if piece is END else piece
+            yield from iter(partial(self.take, asked.pieces, gone, SILENCE_SECONDS), END)
+            yield asked
         finally:
             self.open.remove(asked)
             if asked.outcome is None:
