@@ -302,18 +302,18 @@ class Weights:
         if index in self.resident:
             return self.resident[index]
         self.fetch(1.0)
-        for transfer in self.transfers:
-            await_transfer(transfer)
+        await_transfers(self.transfers)
         self.buffers.reverse()
         self.fetch_next(index)
         return self.buffers[0]
 
 
-def await_transfer(transfer):
-    """Make the work that is queued next wait for a transfer. If that is not possible (without a GPU), block
-    the host until the transfer is complete."""
-    if not transfer.queue_wait():
-        transfer.wait()
+def await_transfers(transfers: list):
+    """Make the work that is queued next wait for transfers. If that is not possible (without a GPU), block
+    the host until they are complete."""
+    for transfer in transfers:
+        if not transfer.queue_wait():
+            transfer.wait()
 
 
 # 3. Mini-batches -------------------------------------------------------------------------------
@@ -545,32 +545,30 @@ class HybridRunner:
         """Issue the copies of a mini-batch's host context in layer `index`, to its rows of the buffers.
 
         Returns: the arguments of `rebuild`: the mini-batch, the buffers [rows, 2, KVH, hd] and [rows, D], and
-        the transfers of ACT and of KV (None: nothing to copy)."""
+        lists of the transfers of ACT and of KV."""
         # Fill the pair that was filled longer ago: all work that reads it is queued already, and the copies
         # wait for queued work
         kv, act = self.buffers[0]
         self.buffers.reverse()
-        transfers = []
+        copies = []
         for kind, into, label in (ACT_HOST, act, "act"), (KV_HOST, kv, "kv"):
-            transfers.append(None)
-            if len(batch.context[kind].slots):
-                memory, pairs = self.memory[kind][index], batch.context[kind].pairs
-                transfers[-1] = self.load_link.copy(into, memory, label, pairs)
-                self.transfers.append(transfers[-1])
-        return batch, kv, act, *transfers
+            memory, tokens = self.memory[kind][index], batch.context[kind]
+            is_empty = not len(tokens.slots)
+            copies.append([] if is_empty else [self.load_link.copy(into, memory, label, tokens.pairs)])
+            self.transfers += copies[-1]
+        return batch, kv, act, *copies
 
-    def rebuild(self, index: int, layer: Layer, batch: MiniBatch, kv, act, act_copy, kv_copy):
+    def rebuild(self, index: int, layer: Layer, batch: MiniBatch, kv, act, act_copies, kv_copies):
         """Complete the K and V of a mini-batch's context: copy the device's KV blocks, project its ACT
         blocks, then wait for the host's blocks. Returns: the attention buffer `kv`, [rows, 2, KVH, hd]."""
         kvs, acts, host = (batch.context[kind] for kind in (KV_DEVICE, ACT_DEVICE, ACT_HOST))
         kv.index_copy_(0, kvs.rows, self.memory[KV_DEVICE][index].index_select(0, kvs.slots))
         if len(acts.slots):
             self.project(layer, self.memory[ACT_DEVICE][index], acts.slots, acts, kv)
-        if act_copy:
-            await_transfer(act_copy)
+        await_transfers(act_copies)
+        if len(host.slots):
             self.project(layer, act, host.rows, host, kv)
-        if kv_copy:
-            await_transfer(kv_copy)
+        await_transfers(kv_copies)
         return kv
 
     def project(self, layer: Layer, states, where, tokens: Tokens, kv):
@@ -771,11 +769,10 @@ def demo(model: Llama, frontend: Frontend, arguments):
             planner = planner._replace(costs=planner.costs._replace(speed=bandwidth.value))
         found, link, timeline = time_policies(measure(planner, big, bandwidth, CONTEXTS), big, bandwidth, f)
         rows += found
-    print(
-        "(w: weights, k: KV, a: ACT blocks; s: new tokens; r: rebuild, f: forward)\n\nOnly the slower lane "
-        "counts; a plan may lose if other programs take the cores. What if one device or its\nlink is too "
-        "slow? Chapter 09 divides over several devices what a chapter keeps."
-    )
+    print("(w: weights, k: KV, a: ACT blocks; s: new tokens; r: rebuild, f: forward)\n")
+    words = "Only the slower lane counts; a plan may lose if other programs take the cores."
+    print(f"{words} What if one device or its")
+    print("link is too slow? Chapter 09 divides over several devices what a chapter keeps.")
     return dict(link=link, verified=verified, rows=rows), [timeline, asked[0].timeline]
 
 
@@ -794,16 +791,13 @@ def time_policies(planner: Planner, model: Llama, bandwidth, f: float | None) ->
         _, timeline = steps[len(steps) // 2]
         row.update(f=f, plan=plan._asdict(), act=(plan.act_host + plan.act_device) / planner.blocks)
         row.update({lane: 1 - charts.bubble(timeline, lane) for lane in ("load", "compute")})
-        print(
-            f"  {row['case']:8} busy: link {row['load']:4.0%}, processor {row['compute']:4.0%}; "
-            f"{row['act']:4.0%} ACT; on the device {plan.resident} layers and {sum(plan[3:])} blocks"
-        )
+        busy = f"link {row['load']:4.0%}, processor {row['compute']:4.0%}"
+        kept = f"{row['act']:4.0%} ACT; on the device {plan.resident} layers and {sum(plan[3:])} blocks"
+        print(f"  {row['case']:8} busy: {busy}; {kept}")
     hybrid, kv, act, _ = (row["tokens_per_second"] for row in rows)
     why = "one kind alone leaves a lane idle" if 0.1 < rows[0]["act"] < 0.9 else "there is little to mix"
-    print(
-        f"  hybrid: {hybrid / kv:.2f}x kv-only and {hybrid / act:.2f}x act-only. "
-        f"Planned with {rows[0]['act']:.0%} ACT blocks: by the measured costs {why}"
-    )
+    gains = f"{hybrid / kv:.2f}x kv-only and {hybrid / act:.2f}x act-only"
+    print(f"  hybrid: {gains}. Planned with {rows[0]['act']:.0%} ACT blocks: by the measured costs {why}")
     print(charts.chart(timeline := taken["hybrid"][-1][1]))
     return rows, link, timeline
 

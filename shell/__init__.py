@@ -8,6 +8,7 @@ import signal
 import sys
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 warn_once = cache(print)    # prints a line only the first time
 
@@ -32,6 +33,11 @@ def handle_signals(handler):
 def interrupt(number: int, frame):
     """Handle a signal by an exception, so that files and child processes are cleaned up."""
     raise KeyboardInterrupt(number)
+
+
+def read_words(name: str) -> list[list[str]]:
+    """Return the words of each line of a text file in this folder."""
+    return [line.split() for line in Path(__file__).with_name(name).read_text().splitlines()]
 
 
 def to_json(value, **options) -> str:

@@ -3,9 +3,11 @@ from itertools import groupby
 from pathlib import Path
 
 from common.timeline import Span, Timeline
-from shell import to_json
+from shell import read_words, to_json
 
 LANES = ("compute", "load", "save", "storage")
+# GET /health has all counters from the start, while an engine adds one at its first event
+ZERO_COUNTS = dict.fromkeys(sum(read_words("counters.txt"), []), 0)
 
 
 def lanes(timeline: Timeline) -> dict[str, list[Span]]:

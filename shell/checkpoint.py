@@ -27,9 +27,9 @@ from torch import nn
 from tqdm import tqdm
 
 from common.llama import Llama, LlamaConfig
-from shell import bits, limits, random_models
+from shell import bits, limits, random_models, read_words
 from shell.config import ModelError, read_config
-from shell.families import FamilyConfig, layer_of
+from shell.families import layer_of
 from shell.linear import product_dtype, speed_up
 from shell.pieces import Pieces
 from shell.tokenizer import plain_tokenizer
@@ -45,11 +45,7 @@ LFS = b"version https://git-lfs"    # the beginning of a file that stands for an
 TIED = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Our name of a part of a layer -> Hugging Face's names of it, or of its halves
-NAMES = {"attention_norm": ["input_layernorm"], "mlp_norm": ["post_attention_layernorm"],
-         "q_proj": ["self_attn.q_proj"], "o_proj": ["self_attn.o_proj"],
-         "kv_proj": ["self_attn.k_proj", "self_attn.v_proj"],
-         "q_norm": ["self_attn.q_norm"], "k_norm": ["self_attn.k_norm"],
-         "gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"], "down_proj": ["mlp.down_proj"]}
+NAMES = {own: names for own, *names in read_words("weights.txt")}
 
 
 def keep_freed_memory():
@@ -104,7 +100,7 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, sharding, same
         if not configs[0]:
             raise ModelError(f"{name} has no config.json. {WHOLE}")
         config, tokenizer = read_config(configs[0]), read_tokenizer(folder)
-        digest = hashlib.sha256(described(config).encode())
+        digest = hashlib.sha256(repr(config).encode())
     dtype, place = pick_dtype(dtype, device, configs[0]), "cpu" if on_host else device
     model = allocate(config, dtype, place, name, sharding)
     places = weights(model)
@@ -144,13 +140,6 @@ def prepare_for_cpu(model: Llama, on_host: bool, sharding, same_bits: bool, dige
         bits.check(model)
         count = ranks.count if ranks else 1
         digest.update(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {count}".encode())
-
-
-def described(config: LlamaConfig) -> str:
-    """Return a config in words. They are a part of the keys of stored blocks, so they must not change."""
-    fields = dict(vars(FamilyConfig(**vars(config))))
-    fields["tie_word_embeddings"] = fields.pop("tie_word_embeddings")   # it comes last
-    return f"LlamaConfig({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
 def pick_device(device: str) -> str:
@@ -199,8 +188,7 @@ def find_tensors(name: str, folder: Path, whole: dict) -> dict:
     stored = read_json(folder / f"{one}.index.json").get("weight_map", {})
     if one not in stored.values():
         find_folder(name, [one], commit=folder.name)
-        if names := tensor_names(folder / one):
-            stored = dict.fromkeys(names, one)
+        stored = dict.fromkeys(tensor_names(folder / one), one) or stored
     if not stored:
         raise ModelError(f"{name} has no model.safetensors. {WHOLE}")
     for key, file in stored.items():

@@ -10,7 +10,7 @@ import torch
 
 from common.requests import Request, RequestError
 from shell import charts, checkpoint, exit_process, handle_signals, interrupt, lesson, limits, to_json
-from shell.frontend import Frontend, check_messages, result_json
+from shell.frontend import Frontend, result_json
 
 
 def bounded(kind, low, high):
@@ -33,7 +33,8 @@ def moved(value: str, command: str):
     return parse
 
 
-def parser_for(doc: str) -> argparse.ArgumentParser:
+def parser_for(doc: str, add_arguments=lambda parser: None) -> argparse.ArgumentParser:
+    """Return the parser of every chapter's options. `add_arguments(parser)` adds the chapter's own."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}; --help lists the options\n")
@@ -54,6 +55,7 @@ def parser_for(doc: str) -> argparse.ArgumentParser:
     add("--rounds", type=bounded(int, 1, 1000), default=3, help="timed rounds in the demo (default 3)")
     add("--json", type=Path, metavar="FILE", help="write the results as JSON")
     add("--trace", type=Path, metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
+    add_arguments(parser)
     return parser
 
 
@@ -65,10 +67,7 @@ def main(doc, chapter: str, add_arguments, make_engine, demo, load=checkpoint.lo
     demo(model, frontend, arguments)    prints the demo; returns (report for --json, timelines for --trace)
     load(name, dtype, device, same_bits=)  loads the model: checkpoint.load, or a variant of it (08 and 09)
     """
-    parser = parser_for(doc)
-    add_arguments(parser)
-    arguments = parser.parse_args()
-
+    arguments = parser_for(doc, add_arguments).parse_args()
     limits.limit_threads()
     for name in "stdout", "stderr":                 # None if the parent closed it
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
@@ -93,9 +92,7 @@ def run(doc: str | None, chapter: str, arguments, make_engine, demo, load):
         path.open("a").close()
         if not there:           # do not leave an empty file if the run fails
             path.unlink()
-    if arguments.prompt is not None:
-        check_messages([dict(role="user", content=arguments.prompt)])
-    elif not arguments.demo:
+    if arguments.prompt is None and not arguments.demo:
         from shell import server  # imported here: only the server needs Flask
         listener = server.listen(arguments.host, arguments.port)
 

@@ -6,6 +6,8 @@ pinned memory in place, in any order. Therefore the copy engine copies blocks th
 and a kernel copies scattered blocks. No host thread gathers them first. (HiCache calls the two `direct` and
 `kernel`.)"""
 from contextlib import suppress
+from functools import cache, partial
+from types import SimpleNamespace
 
 import torch
 
@@ -17,15 +19,10 @@ class Side:
     """The blocks of one memory, prepared once for the copies of all layers."""
 
     def __init__(self, blocks):
-        self.blocks, self.runs, self.uploaded = blocks, runs(blocks, blocks), None
+        self.blocks, self.runs = blocks, runs(blocks, blocks)
+        self.index = cache(partial(upload, blocks))     # device -> the blocks' numbers there
         first, _, count = self.runs[0] if self.runs else (0, 0, 0)
         self.slice = slice(first, first + count) if len(self.runs) == 1 else None   # if they are adjacent
-
-    def index(self, device) -> torch.Tensor:
-        """-> the blocks' numbers on the device."""
-        if self.uploaded is None:
-            self.uploaded = upload(self.blocks, device)
-        return self.uploaded
 
 
 def queue_blocks(to: torch.Tensor, out_of: torch.Tensor, pairs: BlockPairs, backend: str | None):
@@ -79,19 +76,13 @@ def adjacent(host: torch.Tensor, device: torch.Tensor, side: Side):
         done += count
 
 
-class OnDevice:
-    """Pinned host memory that PyTorch accepts as device memory; it has the same address there."""
-
-    def __init__(self, host: torch.Tensor):
-        self.host = host        # keeps the memory alive for the view; `Link.copy` does so for a queued kernel
-        self.__cuda_array_interface__ = host.numpy().__array_interface__
-
-
 def on_device(host: torch.Tensor) -> torch.Tensor:
-    """Return pinned memory of integers as a tensor of the device.
+    """Return pinned memory of integers as a tensor of the device, where it has the same address.
 
-    A kernel that uses this tensor reads or writes over the link."""
-    return torch.as_tensor(OnDevice(host), device="cuda")
+    A kernel that uses this tensor reads or writes over the link. The tensor keeps the memory alive; for a
+    queued kernel, `Link.copy` does so."""
+    form = host.numpy().__array_interface__
+    return torch.as_tensor(SimpleNamespace(host=host, __cuda_array_interface__=form), device="cuda")
 
 
 def alike(*sides: torch.Tensor) -> list[torch.Tensor]:

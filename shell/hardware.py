@@ -3,7 +3,7 @@ import sys
 
 import torch
 
-from common.cuda_link import CudaTransfer, Link
+from common.cuda_link import Link
 from common.link import BlockPairs
 from common.requests import in_words
 from shell import cli, warn_once
@@ -68,30 +68,24 @@ class CheckedLink(Link):
 
     def __init__(self, name: str, clock):
         super().__init__(name, clock, limited_stream())
+        self.checked = False
         try:
             self.check()
-            self.backend = None
+            self.backend, self.checked = None, True
         except Exception as error:
             self.distrust(error)
 
     def copy_blocks(self, to, out_of, pairs: BlockPairs):
-        queue_blocks(to, out_of, pairs, self.backend)
-
-    def copy(self, dst, src, label: str, pairs: BlockPairs | None = None) -> CudaTransfer:
-        """Copy as `Link.copy` does. If this raises an exception, try again with the copy engine.
-
-        If that works, the copy engine makes all later copies, too, unless only memory was short. If not, the
-        transfer has failed."""
-        transfer, backend = super().copy(dst, src, label, pairs), self.backend
-        if transfer.error is None or not pairs or backend == "direct":
-            return transfer
-        self.backend = "direct"
-        again = super().copy(dst, src, label, pairs)
-        if again.error or isinstance(transfer.error, torch.OutOfMemoryError):
-            self.backend = backend
-        else:
-            self.distrust(transfer.error)
-        return again
+        """Queue a copy of blocks. If the kernel raises an exception, the copy engine makes this copy and,
+        unless only memory was short, all later ones."""
+        try:
+            queue_blocks(to, out_of, pairs, self.backend)
+        except Exception as error:
+            if not self.checked or self.backend == "direct":
+                raise
+            queue_blocks(to, out_of, pairs, "direct")
+            if not isinstance(error, torch.OutOfMemoryError):
+                self.distrust(error)
 
     def check(self):
         """Copy scattered blocks to the GPU and back, one way by the kernel and the other way by the copy

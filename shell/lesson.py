@@ -11,15 +11,12 @@ from shell import checkpoint
 from shell.frontend import Frontend
 from shell.machine import flops, machine_of
 
-TURNS = [
-    "Read this: The lamp is in the attic. Anna lives in Rome. The password of the safe is tiger. My cat is "
-    "called Pip. The meeting is on Friday. Ben works as a baker. The color of the ball is green. My favorite "
-    "food is honey.", "Where is the lamp?", "What is my cat called?", "What is the password of the safe?"]
-SECRET, QUESTION = "The password of the safe is tiger.", TURNS[-1]
+document, conversation = facts.document, facts.conversation
+TURNS, SECRET, QUESTION = facts.TURNS, facts.SECRET, facts.QUESTION
 LONGEST_FACT = 16  # tokens; a document may exceed its size by one fact
 ROUNDS = 3  # timed repetitions in a demo, after a warm-up; --rounds sets it
 SECONDS = 2.0  # the longest prefill of a demo
-BITS = dict(equal=True, compared=0)  # with --same-bits: whether all compared logits were equal, and how many
+BITS = dict(equal=True, compared=0)  # with --same-bits: how many logits were compared, all of them equal
 
 # For TTFT: a model, and the tokens of a history and of a question
 LARGER, HISTORY, ASKED = "random:long", 1024, 32
@@ -53,16 +50,6 @@ def context(model, frontend: Frontend) -> int:
     return tokens
 
 
-def document(frontend: Frontend, rng, tokens: int, secret: str = "") -> str:
-    """Return a text of facts with at least `tokens` tokens. If `secret` is given, it is the only password."""
-    text = f"Read this: {secret}".rstrip()
-    while len(frontend.tokenizer.encode(text)) < tokens:
-        fact = facts.draw_fact(rng, facts.Level())
-        if not secret or fact.kind != "password":
-            text += " " + fact.statement
-    return text
-
-
 def document_for(engine, frontend: Frontend, rng, tokens: int, turns: list[str], new: int) -> str:
     """Return a document of `tokens` tokens that contains the fact turns[0], or a shorter one.
 
@@ -92,22 +79,6 @@ def check_room(pools: dict[str, int], needed: int, size: int):
         raise BadRequest(f"{words} has {pools[name]}; give it more (--gpu-blocks or --cpu-blocks).")
 
 
-def conversation(frontend: Frontend, rng, tokens: int) -> list[dict]:
-    """Return messages of at least `tokens` tokens, in which a user tells facts and asks for them.
-
-    The last message is a question."""
-    told, messages = {}, []
-    while True:
-        drawn = facts.draw_fact(rng, facts.Level())
-        fact = told.setdefault(drawn.question, drawn)   # a question has only one answer
-        asked = rng.choice(list(told.values()))
-        said = ("user", fact.statement), ("assistant", "I will remember that."), ("user", asked.question)
-        messages += [dict(role=role, content=content) for role, content in said]
-        if len(frontend.encode(None, messages)) >= tokens:
-            return messages
-        messages.append(dict(role="assistant", content=asked.answer))
-
-
 def verify(oracle, requests: list[Request]) -> bool:
     """Compare the answers of `requests` with those of `oracle`, an engine of chapter 01.
 
@@ -126,8 +97,7 @@ def compare_bits(pairs: list[tuple[Request, Request]]):
     """Compare the logits of requests, and count them in BITS. Ends the process if one bit differs."""
     rows = [both for theirs, ours in pairs for both in zip(theirs.logits, ours.logits)]
     BITS["compared"] += sum(len(theirs) for theirs, _ in rows)
-    BITS["equal"] &= all(torch.equal(*both) for both in rows)
-    if not BITS["equal"]:
+    if not all(torch.equal(*both) for both in rows):
         raise SystemExit("NOT verified: the bits of some logits differ from those of chapter 01.")
     print(f"verified: all {BITS['compared']:,} logits have the bits of chapter 01")
 

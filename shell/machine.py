@@ -31,21 +31,25 @@ def flops(config, start: int, end: int) -> float:
     return config.num_hidden_layers * (2 * weights * (end - start) + 4 * heads * seen)
 
 
+def inputs(model) -> tuple:
+    """-> random inputs of a layer for ROWS rows: hidden states [T, D], and the rotation of their
+    positions."""
+    rows = min(ROWS, model.config.max_position_embeddings)
+    hidden = torch.randn(rows, model.config.hidden_size, device=model.device).to(model.dtype)  # [T, D]
+    return hidden, model.rotary(torch.arange(rows, device=model.device))  # [T, 1, hd] each
+
+
 @torch.inference_mode()
 def measure(model, *works) -> tuple[float, ...]:
     """Time each of `works`, which are functions without arguments, in turn with the prefill of one layer.
 
     Returns: the speed of prefill, in operations per second; and for each of `works` the time of one call, as
     the number of prefill operations that take as long."""
-    config, device, layers = model.config, model.device, cycle(model.layers)
-    rows = min(ROWS, config.max_position_embeddings)
-    hidden = torch.randn(rows, config.hidden_size, device=device).to(model.dtype)  # [T, D]
-    rotation = model.rotary(torch.arange(rows, device=device))  # [T, 1, hd] each
-    operations = flops(config, 0, rows) / config.num_hidden_layers  # of one layer
-    clock = Clock(device)
+    layers, (hidden, rotation), clock = cycle(model.layers), inputs(model), Clock(model.device)
+    operations = flops(model.config, 0, len(hidden)) / len(model.layers)  # of one layer
     # Without a GPU, use the thread's processor time, which does not advance while another process has the
     # core
-    mark = clock.mark if device.type == "cuda" else time.thread_time
+    mark = clock.mark if model.device.type == "cuda" else time.thread_time
 
     def prefill():
         next(layers)(hidden, rotation, lambda q, k, v: attention(q, k, v, None))
@@ -68,13 +72,10 @@ def measure(model, *works) -> tuple[float, ...]:
 
 def projection(model):
     """-> a function that projects ROWS rows in one layer to K and V, and stores them in scattered slots."""
-    config, layers = model.config, cycle(model.layers)
-    rows, device = min(ROWS, config.max_position_embeddings), model.device
-    hidden = torch.randn(rows, config.hidden_size, device=device).to(model.dtype)  # [T, D]
-    rotation = model.rotary(torch.arange(rows, device=device))  # [T, 1, hd] each
-    slots = torch.randperm(rows, device=device)  # [T]
-    shape = 2, rows, config.num_key_value_heads, config.head_dim
-    memory = torch.empty(shape, dtype=model.dtype, device=device)  # [2, T, KVH, hd]
+    layers, (hidden, rotation) = cycle(model.layers), inputs(model)
+    slots = torch.randperm(len(hidden), device=model.device)  # [T]
+    shape = 2, len(hidden), model.config.num_key_value_heads, model.config.head_dim
+    memory = hidden.new_empty(shape)  # [2, T, KVH, hd]
 
     def project():
         for side, made in zip(memory, next(layers).project_kv(hidden, rotation)):

@@ -3,16 +3,15 @@ import json
 import math
 import time
 import uuid
-from pathlib import Path
 
 from flask import abort
 
+from shell import read_words
 from shell.frontend import FLAG, LABEL, OBJECT, PROMPT, SAMPLING, TEMPLATE, check_fields, only
 from shell.guards import events, read_body
 
 # Neutral values of unsupported fields of OpenAI, vLLM, SGLang and llama.cpp; a line has a value, and names
-LINES = Path(__file__).with_name("neutral.txt").read_text().splitlines()
-NEUTRAL = {name: json.loads(value) for value, *names in map(str.split, LINES) for name in names}
+NEUTRAL = {name: json.loads(value) for value, *names in read_words("neutral.txt") for name in names}
 LABELS = "model prompt_cache_key prompt_cache_retention request_id safety_identifier user"      # ignored
 FIELDS = {                                      # in addition to SAMPLING; the same form
     "stream": FLAG, "stream_options": OBJECT, "max_completion_tokens": SAMPLING["max_tokens"],

@@ -153,4 +153,5 @@ def add_routes(app: Flask, server):
         kept = cache.storage
         rate = kept and server.between_steps(kept.speed)        # only the engine's thread may read it
         said = dict(silent=kept.silent, behind=kept.is_backlogged, gbps=rate / 1e9) if kept else {}
-        return dict(storage=kept and str(kept), **said, counters=server.counters())
+        counters = charts.ZERO_COUNTS | charts.counters(engine)
+        return dict(storage=kept and str(kept), **said, counters=counters)

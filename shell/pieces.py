@@ -18,6 +18,7 @@ pass, as when chapter 05 recomputes, must begin before the first layer, whose in
 The graphs of each size are compared with eager execution before their first use. If a graph differs or
 raises, at that time or later, the model runs eagerly from then on."""
 import sys
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -135,17 +136,14 @@ class Pieces:
         first run, and a capture forbids that."""
         graph, compute = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self.stream.wait_stream(compute)
-        try:
-            with torch.cuda.stream(self.stream):
-                self.compute(index, size)
-                # Other threads may query events
-                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                try:
-                    self.compute(index, size)
-                finally:
-                    graph.capture_end()
-        finally:
-            compute.wait_stream(self.stream)    # even after an error: its memory may be freed next
+        with torch.cuda.stream(self.stream), ExitStack() as at_end:
+            # Even after an error, because the memory may be freed next
+            at_end.callback(compute.wait_stream, self.stream)
+            self.compute(index, size)
+            # Other threads may query events
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            at_end.callback(graph.capture_end)
+            self.compute(index, size)
         return graph
 
     def compute(self, index: int, size: int):

@@ -7,16 +7,14 @@ from pathlib import Path
 import torch
 
 from common.llama import LlamaConfig
+from shell import read_words
 from shell.config import ModelError
 
 # The first line of the file names the columns. opt-30b is a Llama with OPT-30B's sizes: with 19,136, its
 # three MLP matrices are as large as OPT's two
-LINES = Path(__file__).with_name("geometries.txt").read_text().splitlines()
-GEOMETRIES = {name: tuple(map(int, sizes)) for name, *sizes in map(str.split, LINES[1:])}
+GEOMETRIES = {name: tuple(map(int, sizes)) for name, *sizes in read_words("geometries.txt")[1:]}
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token "
-    "+ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}")
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text()
 
 
 def random_config(name: str) -> LlamaConfig:

@@ -3,7 +3,6 @@
 Most methods of Ranks are collective: all ranks must call them, in the same order. When a rank has ended, the
 next collective of the other ranks fails, and they end too. When a rank hangs, they end after TIMEOUT. When
 work on a rank raises an exception, all ranks leave the step, drop their engines and go on with new ones."""
-import functools
 import gc
 import os
 import signal
@@ -15,8 +14,8 @@ import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from weakref import WeakSet, WeakValueDictionary
+from functools import partial, reduce
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -47,7 +46,7 @@ class Ranks:
 
         `rank`: of this process, from 0. `count`: number of ranks."""
         self.rank, self.count, self.agreements, self.connections = rank, count, 0, 0
-        self.same_bits = False
+        self.group, self.same_bits = None, False
         if count > 1:
             try:
                 self.notes, *_ = next(dist.rendezvous("env://", rank, count, timeout=TIMEOUT))
@@ -59,7 +58,12 @@ class Ranks:
 
     def connect(self):
         """Collective: connect to the other ranks, at the start and again after a failure. Communicate by gloo
-        in host memory, and by NCCL between GPUs."""
+        in host memory, and by NCCL between GPUs. End the connection before, so that no rank waits for
+        another."""
+        if self.group:
+            dist.destroy_process_group(self.group)
+            self.group = None
+            gc.collect()    # a connection closes when nothing refers to it
         self.connections += 1
         self.group = dist.new_group(timeout=TIMEOUT)
 
@@ -77,13 +81,6 @@ class Ranks:
         """-> which rank has failed since `connect`, and why; empty if none has."""
         key = f"failure {self.connections}"
         return self.notes.get(key).decode() if self.notes.check([key]) else ""
-
-    def reconnect(self):
-        """Collective: disconnect after a failure, so that no rank waits for another, and connect again."""
-        dist.destroy_process_group(self.group)
-        self.group = None
-        gc.collect()    # a connection closes when nothing refers to it
-        self.connect()
 
     def all_min(self, numbers: list[int]) -> list[int]:
         """Collective: return the minimum over ranks of each number."""
@@ -110,7 +107,7 @@ class Ranks:
         """Collective: sum a tensor [T, D] over ranks. All ranks get the same bits."""
         if self.same_bits and self.count > 2:       # gloo adds three in an order that depends on T
             parts = self.all_gather(partial).unflatten(1, (self.count, -1)).unbind(1)
-            return functools.reduce(torch.add, parts)
+            return reduce(torch.add, parts)
         self.call_collective(dist.all_reduce, partial)
         return partial
 
@@ -150,7 +147,6 @@ class BroadcastEngine:
         self.cache, self.commands = self.engine.lower_tier.cache, self.engine.lower_tier.cache.commands
         self.ranks, self.closed, self.stepping = self.cache.ranks, False, False
         self.known = WeakValueDictionary()          # id() on rank 0 -> Request
-        self.submitted = WeakSet()                  # requests that an engine has received
 
     def __getattr__(self, name):
         return getattr(self.engine, name)
@@ -192,7 +188,6 @@ class BroadcastEngine:
             if self.ranks.rank:
                 writer = written and Writer(self.tokenizer, *written)
                 request = self.known[name] = requests.Request(**fields, writer=writer)
-            self.submitted.add(request)
             self.engine.submit(request)
         elif verb == "cancel" and request and request.outcome is None:
             self.engine.cancel(request, getattr(requests, more[0])(more[1]))
@@ -242,16 +237,16 @@ class BroadcastEngine:
         # Other threads see an empty engine until there is a new one
         self.engine, self.cache = requests.RequestQueue(before.capacity), None
         self.engine.counts = before.counts
-        for request in self.submitted:
+        for request in filter(None, [reference() for reference in self.known.valuerefs()]):
             request.restoration = request.memo = None       # they refer to the old engine
-            if request.outcome is None:
+            if request.id and request.outcome is None:      # an engine has received it
                 request.finish(requests.Unavailable(f"{reason}; ask again."))
                 before.counts["failed"] += 1
         with suppress(Exception):
             before.close()
         del before      # free its memory: the new engine needs as much
         gc.unfreeze()
-        self.ranks.reconnect()
+        self.ranks.connect()
         gc.freeze()
         try:
             engine = self.make()
@@ -337,9 +332,7 @@ def run_ranks(doc, chapter: str, add_arguments, make_engine, demo, load):
 
     `load(ranks, name, dtype, device, same_bits)`: loads this rank's part of the model. The rest: see
     `cli.main`."""
-    parser = cli.parser_for(doc)
-    add_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = cli.parser_for(doc, add_arguments).parse_args()
     begin = lambda *names, **how: load(join(arguments.ranks), *names, **how)  # noqa: E731
     try:
         if of_environment(arguments.ranks)[0] == 0:

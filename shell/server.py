@@ -30,11 +30,6 @@ SILENCE_SECONDS = 3.0              # seconds until a stream that has nothing to 
 EXIT_SECONDS = 5.0                 # seconds from closing to the forced end of the process
 LOADING = "The server is loading its model; ask again in a few seconds."
 SHUTTING_DOWN = "The server is shutting down; ask again when it is back."
-ZERO_COUNTS = dict.fromkeys(                    # an engine adds a counter at its first event
-    "steps preemptions gpu_hits cpu_hits disk_hits storage_hits misses gpu_hit_tokens cpu_hit_tokens "
-    "disk_hit_tokens storage_hit_tokens restored_tokens declined failed_restorations bytes_in bytes_out "
-    "swap_ins swap_outs drops blocks_lost pages_lost storage_pages_read storage_pages_written storage_errors "
-    "dirty_evicted pages_written writes_dropped".split(), 0)
 
 
 # 1. The engine's loop ---------------------------------------------------------------------------------------
@@ -120,17 +115,12 @@ class Server:
             self.open.append(asked)
         try:
             yield
-            piece = None
-            while piece is not END:
-                piece = self.take(asked.pieces, gone, SILENCE_SECONDS)
-                yield asked if piece is END else piece
+            yield from iter(partial(self.take, asked.pieces, gone, SILENCE_SECONDS), END)
+            yield asked
         finally:
             self.open.remove(asked)
             if asked.outcome is None:
                 self.engine.cancel(asked, ClientDisconnected("The client hung up."))
-
-    def counters(self) -> dict:
-        return ZERO_COUNTS | charts.counters(self.engine)
 
     def close(self):
         """Accept no more requests, and cancel open ones."""
@@ -170,7 +160,7 @@ def make_app(server: Server) -> Flask:
 
     @app.get("/health")
     def health():
-        return dict(status="ok", **server.info, counters=server.counters())
+        return dict(status="ok", **server.info, counters=charts.ZERO_COUNTS | charts.counters(server.engine))
 
     openai.add_routes(app, answer, frontend, server.info["model"])
     page.add_routes(app, server)

@@ -9,15 +9,12 @@ from jinja2 import TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
-NAMED = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
-EXTRA = "extra_special_tokens", "additional_special_tokens"
-# Fields of tokenizer_config.json that change no token, apart from those of `plain_tokenizer`
-HARMLESS = set(
-    "add_bos_token add_eos_token add_prefix_space auto_map backend clean_up_tokenization_spaces errors "
-    "is_local legacy local_files_only model_input_names model_max_length padding_side processor_class "
-    "sp_model_kwargs spaces_between_special_tokens tokenizer_class use_default_system_prompt".split())
-# Variables of a plain chat template. Others include functions that `transformers` defines
-VARIABLES = {*NAMED, "messages", "add_generation_prompt", "enable_thinking", "tools", "documents", "range"}
+from shell import read_words
+
+# The fields of tokenizer_config.json that name special tokens, and those that list more of them; the fields
+# that change no token; and the variables of a plain chat template. (Other variables include functions that
+# `transformers` defines.)
+NAMED, EXTRA, HARMLESS, VARIABLES = ({*words} for _, *words in read_words("tokenizer.txt"))
 JINJA = ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 compiled = cache(JINJA.from_string)
@@ -39,12 +36,10 @@ class PlainTokenizer:
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
         return self.backend_tokenizer.decode(tokens, skip_special_tokens)
 
-    def apply_chat_template(self, messages, chat_template=None, add_generation_prompt=False, tokenize=False,
-                            **variables) -> str:
+    def apply_chat_template(self, messages, chat_template=None, tokenize=False, **variables) -> str:
         """Return the text of a conversation. `tokenize` must be False."""
-        return compiled(chat_template or self.chat_template).render({
-            **self.named, "tools": None, "documents": None, **variables, "messages": messages,
-            "add_generation_prompt": add_generation_prompt})
+        known = {**self.named, "tools": None, "documents": None, **variables, "messages": messages}
+        return compiled(chat_template or self.chat_template).render(known)
 
 
 def plain_tokenizer(folder: Path, settings: dict) -> PlainTokenizer | None:

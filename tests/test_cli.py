@@ -125,7 +125,7 @@ REFUSED = [  # (exit code, words of the error, arguments); arguments are checked
     (2, "'9" + "9" * 30, ["--max-tokens", "9" * 5000]), (2, "'nan'", ["--pause", "nan"]), (2, "'-1'", ["--pause", "-1"]),
     (2, "cpu", ["--prompt", "Hello", "--device", "tpu"]),
     (1, "No model 'nonsense'", ["--prompt", "Hello", "--model", "nonsense"]), (1, "512", [*TINY, "--prompt", "x" * 600]),
-    (1, "must not be empty", ["--model", "nonsense", "--prompt", ""]), (1, "UTF-8", ["--model", "nonsense", "--prompt", "\udcff"]),
+    (1, "must not be empty", [*TINY, "--prompt", ""]), (1, "UTF-8", [*TINY, "--prompt", "\udcff"]),
     (1, "address is empty", ["--host", ""]), (1, "Cannot listen", ["--host", "x" * 99]),
     (1, "no.such.host.invalid", ["--host", "no.such.host.invalid"]),
     (1, "/no/such/x.json", [*TINY, "--json", "/no/such/x.json"]), (1, "'/'", [*TINY, "--prompt", "Hello", "--trace", "/"]),

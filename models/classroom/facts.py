@@ -1,4 +1,5 @@
-"""Facts and questions about them, for demos and for the training of the classroom model.
+"""Facts and questions about them, for demos and for the training of the classroom model; and documents and
+conversations of facts, for demos and benchmarks.
 
 An answer repeats the words of the fact, so that everybody can see whether the model still has the fact."""
 import random
@@ -7,6 +8,11 @@ from pathlib import Path
 
 OBJECTS, PLACES, COLORS, NAMES, CITIES, JOBS, FOODS, WORDS, LOCKS, PETS, PET_NAMES, EVENTS, DAYS = (
     line.split()[1:] for line in Path(__file__).with_name("words.txt").read_text().splitlines())
+TURNS = [
+    "Read this: The lamp is in the attic. Anna lives in Rome. The password of the safe is tiger. My cat is "
+    "called Pip. The meeting is on Friday. Ben works as a baker. The color of the ball is green. My favorite "
+    "food is honey.", "Where is the lamp?", "What is my cat called?", "What is the password of the safe?"]
+SECRET, QUESTION = "The password of the safe is tiger.", TURNS[-1]
 FAVORITES = {"color": COLORS, "city": CITIES, "food": FOODS, "day": DAYS, "place": PLACES}
 
 
@@ -76,3 +82,31 @@ def draw_fact(rng: random.Random, level: Level) -> Fact:
     what = rng.choice(list(FAVORITES))
     value = rng.choice(FAVORITES[what])
     return Fact("favorite", f"My favorite {what} is {value}.", f"What is my favorite {what}?")
+
+
+def document(frontend, rng: random.Random, tokens: int, secret: str = "") -> str:
+    """Return a text of facts with at least `tokens` tokens. If `secret` is given, it is the only password.
+
+    `frontend`: the Frontend of the model that reads the text."""
+    text = f"Read this: {secret}".rstrip()
+    while len(frontend.tokenizer.encode(text)) < tokens:
+        fact = draw_fact(rng, Level())
+        if not secret or fact.kind != "password":
+            text += " " + fact.statement
+    return text
+
+
+def conversation(frontend, rng: random.Random, tokens: int) -> list[dict]:
+    """Return messages of at least `tokens` tokens, in which a user tells facts and asks for them.
+
+    The last message is a question."""
+    told, messages = {}, []
+    while True:
+        drawn = draw_fact(rng, Level())
+        fact = told.setdefault(drawn.question, drawn)   # a question has only one answer
+        asked = rng.choice(list(told.values()))
+        said = ("user", fact.statement), ("assistant", "I will remember that."), ("user", asked.question)
+        messages += [dict(role=role, content=content) for role, content in said]
+        if len(frontend.encode(None, messages)) >= tokens:
+            return messages
+        messages.append(dict(role="assistant", content=asked.answer))
