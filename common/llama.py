@@ -145,8 +145,7 @@ def whole_blocks(keys: int) -> int:
     """-> `keys` rounded up to a number that is summed in the same order as whole blocks: a multiple of 32, of
     which the last block has up to 192 keys, or 384 or more. (Between the two the kernel sums two halves.)"""
     keys += -keys % 32
-    last = keys % KEYS
-    return keys + 384 - last if 192 < last < 384 else keys
+    return keys + 384 - keys % KEYS if 192 < keys % KEYS < 384 else keys
 
 
 def attention(q, k, v, mask):
@@ -156,21 +155,18 @@ def attention(q, k, v, mask):
     `mask` is added to the scores. If it is wider than k [S, KVH, hd], k and v are padded with zeros. None
     means causal, except that a single row attends to everything. The KV heads are not copied for the query
     heads that share them. Returns: [T, H, hd]."""
-    on_cpu, keys, alone = q.device.type == "cpu", k.shape[-3], k.ndim == 4 or len(q) == 1
-    causal = mask is None and not alone
-    wide = whole_blocks(keys) if causal and on_cpu else keys if mask is None else mask.shape[-1]
-    if more := wide - keys:
+    if mask is not None and (more := mask.shape[-1] - k.shape[-3]):
         k, v = (torch.cat((side, side.new_zeros(more, *side.shape[1:]))) for side in (k, v))
-    if alone:   # each row has keys of its own: the query heads that share a KV head are its queries
+    if alone := k.ndim == 4 or len(q) == 1:
+        # The query heads that share a KV head are queries of one row
         shape = len(q), -1, *k.shape[-2:]
         k, v = (side.reshape(shape).transpose(1, 2) for side in (k, v))          # [T, KVH, S, hd] each
         rows = q.unflatten(1, (k.shape[1], -1))                                  # [T, KVH, H/KVH, hd]
     else:
         rows, k, v = (side.transpose(0, 1)[None] for side in (q, k, v))          # [1, heads, tokens, hd] each
-    count, gqa = rows.shape[2], k.shape[1] != rows.shape[1]
-    fill = more if causal else -count % ROWS
-    if fill and on_cpu and (mask is not None or causal or q.dtype.itemsize == 2):
-        rows = F.pad(rows, (0, 0, 0, fill))
+    count, causal, gqa = rows.shape[2], mask is None and not alone, k.shape[1] != rows.shape[1]
+    if q.device.type == "cpu" and count % ROWS and (mask is not None or q.dtype.itemsize == 2):
+        rows = F.pad(rows, (0, 0, 0, -count % ROWS))
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
     return out[:, :, :count].flatten(1, 2) if alone else out[0, :, :count].transpose(0, 1)   # [T, H, hd]
 
@@ -182,13 +178,13 @@ def causal_mask(count: int, end: int, device, dtype, same_bits: bool = False):
     single row attends to everything (without `same_bits`), and attention over a whole sequence is causal by
     default."""
     on_cpu = device.type == "cpu"
-    if 1 < count == end or count == 1 and not (same_bits and on_cpu):
+    rows, wide = (count + -count % ROWS if count > 1 else 1, whole_blocks(end)) if on_cpu else (count, end)
+    if count == end == wide or count == 1 and not (same_bits and on_cpu):
         return None
     if device.type == "cuda" and dtype.itemsize == 2:      # flash attention takes no mask tensor
         from torch.nn.attention.bias import causal_lower_right  # a slow import (1 s)
         return causal_lower_right(count, end)
-    shape = (count + -count % ROWS if count > 1 else 1, whole_blocks(end)) if on_cpu else (count, end)
-    return torch.full(shape, -math.inf, dtype=dtype, device=device).triu_(end - count + 1)
+    return torch.full((rows, wide), -math.inf, dtype=dtype, device=device).triu_(end - count + 1)
 
 
 def upload(numbers, device) -> torch.Tensor:

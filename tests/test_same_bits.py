@@ -1,5 +1,6 @@
 """--same-bits: all K, V and logits are chapter 01's, to the last bit."""
 
+import os
 import re
 import runpy
 from collections import Counter
@@ -14,10 +15,12 @@ from common.requests import Request
 from shell import bits
 from shell.config import ModelError
 from shell.linear import FastLinear
-from tests.support import engines, traffic
+from tests import test_bidirectional, test_tiered
+from tests.support import engines, forked, traffic
 from tests.support.bits import exact_model, kept_logits, watch
 from tests.support.engines import baseline, draw, make, paged
 
+DTYPES = torch.float32, torch.bfloat16, torch.float16
 FAMILIES = dict(
     tied=dict(kv_heads=4, tie_word_embeddings=True), biases=dict(qkv_bias=True, output_bias=True, mlp_bias=True),
     norms=dict(qk_norm=True, no_rope_layers=(1,)), one_kv_head=dict(kv_heads=1), plain_weights=dict(copies=False))  # fmt: skip
@@ -59,16 +62,57 @@ def test_every_family_keeps_its_bits_in_any_batch(family, dtype):
     assert counts["compared"] > 10**5 and not counts["different"], counts
 
 
-def test_a_decoded_token_has_the_logits_of_a_prefill():
-    model = exact_model(torch.float32)
-    decoded, filled = (Request(draw(engines.random.Random(0), 100), 30) for _ in range(2))
-    for request, kv_cache in (decoded, True), (filled, False):
-        baseline.Engine(model, kv_cache=kv_cache).generate([request])
-    assert len(decoded.logits) == len(filled.logits) == 30 and all(map(torch.equal, decoded.logits, filled.logits))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache, budget", [("host", 1024), ("hidden", 8192)])
+def test_long_contexts_and_large_budgets_keep_the_bits(cache, budget, dtype, monkeypatch):
+    monkeypatch.setattr(engines, "CONTEXT", 4096)
+    engine, text = make(cache, 400, model=exact_model(dtype), token_budget=budget), draw(engines.random.Random(0), 2600)
+    watch(engine, counts := Counter())
+    for _ in range(2):  # the second time, the texts come back
+        asked = [Request(text[:count], 3) for count in (2600, 700, 99)]
+        engine.generate(asked)
+        engines.evict(engine)
+    assert counts["compared"] > 10**6 and not counts["different"] and sum(asked[0].found.values()) > 2048, counts
 
 
-def test_a_seed_draws_the_same_tokens_beside_others_in_16_bits():
-    model, prompt = exact_model(torch.bfloat16), draw(engines.random.Random(0), 90)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_ends_that_meet_inside_a_block_keep_the_bits(dtype, monkeypatch):
+    monkeypatch.setattr(engines, "tiny_model", lambda: exact_model(dtype))
+    monkeypatch.setattr(engines.ORACLE, "judge", lambda request: "")  # the bits are compared instead
+    engine, _, storage = test_bidirectional.engine_for(budget=40)
+    watch(engine, counts := Counter())
+    request = test_bidirectional.submit(engine, steps=1)
+    storage.deliver(6)
+    engines.until_over(engine, request)
+    with test_tiered.only_stored(480, "both_ends") as (tiers, shelf, prompt):
+        test_tiered.read_in_steps(watch(tiers, counts), shelf)
+        tiers.token_budget = 23  # tokens, so steps end inside a block
+        found = engines.ask(tiers, prompt).found["storage"]
+    assert request.found == {"storage": 344} and 0 < found < 464 and counts["compared"] > 10**5 and not counts["different"], counts
+
+
+@pytest.mark.skipif(os.name != "posix", reason="ranks are POSIX processes here")
+@pytest.mark.parametrize("keep, dtype", [("kv", "float32"), ("states", "bfloat16")])
+def test_two_ranks_have_the_bits_of_a_request_alone_on_two_ranks(keep, dtype, tiny_folder, tmp_path):
+    asked = "--ranks", 2, "--cache", keep, "--dtype", dtype, "--model", tiny_folder, "--requests", 12, "--threads", 1
+    done = forked.run(tmp_path, "-m", "tests.support.bits", *asked)
+    assert done.returncode == 0 and re.search(r"[1-9]\d* restored, .*[1-9]\d* compared, 0 different", done.stdout), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_decoded_token_has_the_log_probabilities_of_a_prefill_in_batches_of_every_size(dtype):
+    model, marked = exact_model(dtype), draw(engines.random.Random(0), 100)
+    baseline.Engine(model, kv_cache=False).generate([filled := Request(marked, 6)])
+    for size in range(1, 18):
+        others = [Request(draw(engines.random.Random(other), 9 * other), 7) for other in range(1, size)]
+        paged.Engine(paged.Runner(model, 200)).generate([decoded := Request(marked, 6), *others])
+        theirs, ours = (torch.stack(one.logits).log_softmax(-1) for one in (filled, decoded))
+        assert torch.equal(theirs, ours), size
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_a_seed_draws_the_same_tokens_beside_others_in_16_bits(dtype):
+    model, prompt = exact_model(dtype), draw(engines.random.Random(0), 90)
     sampled = partial(Request, prompt, 24, temperature=1.0, seed=7)
     alone = make("none", model=model).generate([sampled()])[0].new
     crowd = [Request(draw(engines.random.Random(seed), 20 * seed), 40, temperature=1.0) for seed in range(1, 7)]

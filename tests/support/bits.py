@@ -1,6 +1,7 @@
 """Compare all K, V and logits of an engine's requests with chapter 01's, to the last bit.
 
     python -m tests.support.bits --model classroom --dtype bfloat16 --threads 1 --requests 200 --cache host
+    python -m tests.support.bits --ranks 2 --cache states         # chapter 09, compared with chapter 01 on two ranks
 """
 
 import argparse
@@ -8,6 +9,7 @@ import random
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from common.llama import Llama
 from common.requests import Request
 from shell import checkpoint, lesson
 from shell.linear import speed_up
-from tests.support import engines
+from tests.support import engines, ranks
 from tests.support.engines import baseline, draw, paged
 
 
@@ -72,17 +74,21 @@ def main():
     parser.add_argument("--dtype", default="float32", choices=checkpoint.DTYPES)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--cache", default="host", choices=[*engines.CACHES, *engines.RUNNERS])
+    parser.add_argument("--cache", default="host", choices=[*engines.CACHES, *engines.RUNNERS, "kv", "states"])
+    parser.add_argument("--ranks", type=int, default=0, help="chapter 09 on so many ranks, which keeps what --cache names")
     asked = parser.parse_args()
+    hybrid, load = asked.cache in engines.RUNNERS, partial(checkpoint.load, on_host=asked.cache in engines.RUNNERS)
+    if asked.ranks:
+        load = partial(ranks.ranked.load, joined := ranks.processes.join(asked.ranks))
     torch.set_num_threads(asked.threads)
-    hybrid = asked.cache in engines.RUNNERS
-    model, *_ = checkpoint.load(asked.model, asked.dtype, "cpu", on_host=hybrid, same_bits=True)
+    model, *_ = load(asked.model, asked.dtype, "cpu", same_bits=True)
     context, rng, counts = model.config.max_position_embeddings, random.Random(0), Counter()
     if hybrid:
         engines.hybrid.layers_on_host(model, "cpu")
         engine = paged.Engine(engines.hybrid_runner(600, model=model, rows=context))
     else:
-        engine = engines.make(asked.cache, 300, model=model)
+        cache = ranks.cache_of(asked.cache, joined, model, 300) if asked.ranks else asked.cache
+        engine = engines.make(cache, 300, model=model)
     engine = watch(engine, counts)
     with kept_logits():
         while counts["requests"] < asked.requests:
