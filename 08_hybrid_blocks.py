@@ -757,10 +757,10 @@ def demo(model: Llama, frontend: Frontend, arguments):
     options |= dict(block_size=16, max_running=batch, blocks=blocks + 3 * batch)
     planner, bandwidth = make_planner(big, argparse.Namespace(**options))
     planner = planner._replace(device=(2 + layers // 2) * planner.sizes.weights)
-    print(f"Decode steps of {batch} requests behind {CONTEXTS[0]} tokens each, on {GEOMETRY} (the other model "
-          f"is too small).\n{'As above, the' if real else 'The'} device has room for {layers // 2} of {layers} "
-          f"layers of {planner.sizes.weights / 1e6:.1f} MB and two streamed ones, or for blocks.\nf: time to "
-          "load all weights and all context as KV blocks, over time to compute with ACT blocks only.")
+    print(f"Decode steps of {batch} requests behind {CONTEXTS[0]} tokens each, on {GEOMETRY} (the other is too "
+          f"small).\n{'As above, the' if real else 'The'} device has room for {layers // 2} of {layers} layers "
+          f"of {planner.sizes.weights / 1e6:.1f} MB and two streamed ones, or for blocks.\nf: time to load "
+          "all weights and all context as KV blocks, over time to compute with ACT blocks only.")
     for f in FACTORS if model.device.type == "cpu" else (None,):
         if f:
             bandwidth = modelled_link.Bandwidth(planner.speed_for(f, blocks))
@@ -768,8 +768,8 @@ def demo(model: Llama, frontend: Frontend, arguments):
         found, link, timeline = time_policies(measure(planner, big, bandwidth, CONTEXTS), big, bandwidth, f)
         rows += found
     print("(w: weights, k: KV, a: ACT blocks; s: new tokens; r: rebuild, f: forward)\n")
-    print("Only the slower lane counts; a plan may lose if other programs take the cores. What if one device\n"
-          "or its link is too slow? Chapter 09 divides over several devices what a chapter keeps.")
+    print("Only the slower lane counts; a plan may lose if other programs take the cores. What if one\n"
+          "device or its link is too slow? Chapter 09 divides over several devices what a chapter keeps.")
     return dict(link=link, verified=verified, rows=rows), [timeline, asked[0].timeline]
 
 
