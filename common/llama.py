@@ -151,8 +151,9 @@ def attention(q, k, v, mask):
     [T, S, KVH, hd].
 
     `mask` is added to the scores, and may have more keys than k [S, KVH, hd]. None means causal, except that
-    a single row attends to everything. The KV heads are not copied for the query heads that share them.
-    Returns: [T, H, hd]."""
+    a single row
+    attends to everything. The KV heads are not copied for the query heads that share them. Returns:
+    [T, H, hd]."""
     if mask is not None and (more := mask.shape[-1] - k.shape[-3]):
         k, v = (torch.cat((side, side.new_zeros(more, *side.shape[1:]))) for side in (k, v))
     if alone := k.ndim == 4 or len(q) == 1:      # one token per row: a group of heads acts as queries
@@ -165,7 +166,8 @@ def attention(q, k, v, mask):
     if q.device.type == "cpu" and count % ROWS and (mask is not None or q.dtype.itemsize == 2):
         rows = F.pad(rows, (0, 0, 0, -count % ROWS))
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
-    return out[:, :, :count].flatten(1, 2) if alone else out[0, :, :count].transpose(0, 1)   # [T, H, hd]
+    out = out[:, :, :count]
+    return out.flatten(1, 2) if alone else out[0].transpose(0, 1)                # [T, H, hd]
 
 
 def causal_mask(count: int, end: int, device, dtype, same_bits: bool = False):
