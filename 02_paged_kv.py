@@ -40,7 +40,7 @@ from itertools import takewhile
 
 import torch
 
-from common.llama import ROWS, attention, causal_mask, upload, whole_blocks
+from common.llama import attention, causal_mask, upload, whole_blocks
 from common.prefixes import BlockKey, BlockKeys
 from common.requests import Interrupted, Request, RequestQueue, Unavailable, in_words
 from common.sampling import draw, likeliest
@@ -209,15 +209,14 @@ class Batch:
         keys = whole_blocks(keys) if same_bits else keys  # tokens in each padded read
         for table in tables[:num_padded]:
             table += table[:1] * (pool.num_blocks(keys) - len(table))
-        if same_bits:  # a whole block of rows is multiplied faster; the added rows are never read
-            tokens, positions = (side + side[-1:] * (-len(side) % ROWS) for side in (tokens, positions))
         lists = [tokens, positions, slots, last, *tables]  # upload once: each upload to a GPU takes 10 us
         flat = upload([number for numbers in lists for number in numbers], device)
-        # slots [T]; tokens and positions [T], or more with `same_bits`; the rows to sample from, [R]
-        self.tokens, self.positions, self.slots, self.last_rows, *there = flat.split([*map(len, lists)])
-        self.reads = self.plan_reads(num_padded, keys, tables, there)
+        numbers = flat.split_with_sizes([*map(len, lists)])
+        # [T] each; `last_rows` [R] are the rows to sample from
+        self.tokens, self.positions, self.slots, self.last_rows = numbers[:4]
+        self.reads = self.plan_reads(num_padded, keys, tables, numbers[4:])
 
-    def plan_reads(self, num_padded: int, keys: int, tables: list[list[int]], uploaded: list):
+    def plan_reads(self, num_padded: int, keys: int, tables: list[list[int]], uploaded: tuple):
         """Plan which slots each row reads. The first `num_padded` requests share one read, padded to `keys`
         tokens. Each other request has its own.
 
@@ -248,16 +247,16 @@ class Batch:
     def attend(self, layer: int):
         """Return the function attend(q, k, v) of one layer.
 
-        It writes k, v [T, KVH, hd] to their slots, and overwrites q [T, H, hd] with attention, which it
-        returns."""
+        It writes k, v [T, KVH, hd] to their slots, and returns attention [T, H, hd]."""
         keys, values = self.pool.memory[layer].flatten(1, 2)  # [slots, KVH, hd] each
 
         def attend(q, k, v):
-            keys.index_copy_(0, self.slots, k[: len(self.slots)])
-            values.index_copy_(0, self.slots, v[: len(self.slots)])
+            keys.index_copy_(0, self.slots, k)
+            values.index_copy_(0, self.slots, v)
+            outs = []
             for rows, slots, mask in self.reads:
-                q[rows] = attention(q[rows], read(keys, slots), read(values, slots), mask)
-            return q  # [T, H, hd]
+                outs.append(attention(q[rows], read(keys, slots), read(values, slots), mask))
+            return outs[0] if len(outs) == 1 else torch.cat(outs)  # [T, H, hd]
 
         return attend
 
@@ -301,9 +300,9 @@ class Runner:
         hidden, rotation = self.model.embed(batch.tokens), self.model.rotary(batch.positions)
         layers = self.pieces.layers(len(hidden)) if self.pieces else self.model.layers
         for index, layer in zip(range(depth), layers):
-            before_layer(index, hidden[: len(batch.slots)], batch)
+            before_layer(index, hidden, batch)
             hidden = layer(hidden, rotation, batch.attend(index))  # [T, D]
-        return hidden[: len(batch.slots)]
+        return hidden
 
 
 # 4. The lower tier -----------------------------------------------------------------------------
