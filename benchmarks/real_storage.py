@@ -38,8 +38,9 @@ from benchmarks.measure import draw, ratio, spread
 from benchmarks.planned import both_ends, engine_of, hidden_states, planned
 from benchmarks.tiered import ASKED, PAGE, POLICIES, forget, kind_of
 from common.requests import BadRequest
-from common.store import Storage, StoredChunks
+from common.store import Storage
 from shell import backends, lesson, modelled_link
+from shell.chunks import StoredChunks
 
 SIZES, AT_ONCE, READ = {"1 MiB": 1 << 20, "64 KiB": 1 << 16}, 8, 32 << 20  # bytes; reads in flight; bytes of a sample
 LINK = 1e11  # bytes/s

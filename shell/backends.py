@@ -1,6 +1,7 @@
 """Storage back ends (a directory of files, Redis, or a class of the user), and functions that open them."""
 import argparse
 import errno
+import hashlib
 import inspect
 import json
 import os
@@ -8,6 +9,7 @@ import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -15,13 +17,18 @@ from itertools import compress
 from pathlib import Path
 from threading import Thread
 
+import numpy
+
+from common.link import Transfer
 from common.requests import BadRequest
-from common.store import Storage, StoredChunks
+from common.store import Storage
 from shell import warn_once
+from shell.chunks import StoredChunks
 from shell.frontend import number
 from shell.workers import SLOWEST, Worker
 
-OWN_FILE = re.compile(r"[0-9a-f]{64}\.page(\.[0-9a-f]{32}\.tmp)?")
+OWN_FILE = re.compile(r"[0-9a-f]{64}\.(page|kv)(\.[0-9a-f]{32}\.tmp)?")    # .page: of older versions
+AHEAD = 1 << 17     # bytes; the kernel reads no more for one request to read ahead
 PAUSE = 60.0  # seconds before a full file system is cleaned up again, if that did not help
 
 
@@ -31,7 +38,8 @@ class Directory:
     Several processes may share a folder: a file is written under a temporary name and then renamed. When the
     files exceed `limit_gb`, the least recently used are deleted. The modification time of a file is the time
     of its last use. It is always later than every time set or found before, because clocks may go backwards.
-    Files whose names do not match OWN_FILE are never touched.
+    Files whose names do not match OWN_FILE are never touched. Files of older versions are not read; they are
+    deleted like other files.
 
     If the folder has been deleted, the next write creates it again. On a full file system a write makes room
     as if the limit had been reached.
@@ -51,13 +59,16 @@ class Directory:
             with tempfile.NamedTemporaryFile(dir=self.folder) as file, suppress(OSError):
                 os.utime(file.name, ns=(0, 10**18 + 1_999_999_999))
                 self.step = max(1, 10**18 + 2 * 10**9 - os.stat(file.name).st_mtime_ns)  # resolution, in ns
-            self.files()
+            old = sum(path.suffix == ".page" for _, _, path in self.files())
         except OSError as error:
             words = f"A cache needs a folder to write in: {self.folder}: {error.strerror}."
             raise BadRequest(words) from None
+        if old:
+            words = f"{old} files in {self.folder} have an older format, so the cache starts without them."
+            warn_once(words, file=sys.stderr)
 
     def path(self, key: str) -> Path:
-        return self.folder / f"{key}.page"
+        return self.folder / f"{key}.kv"
 
     def files(self) -> list[tuple]:
         """Scan the folder and bring `index` up to date. A folder that does not exist has no files.
@@ -69,7 +80,7 @@ class Directory:
             with suppress(OSError):  # another process may delete it; a link may be broken
                 if OWN_FILE.fullmatch(entry.name) and entry.is_file():
                     found.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry)))
-        self.update_index(known, {path.stem for _, _, path in found})
+        self.update_index(known, {path.stem for _, _, path in found if path.suffix == ".kv"})
         self.now = max([self.now, *(used for used, _, _ in found)])
         return sorted(found)
 
@@ -82,7 +93,7 @@ class Directory:
     def exists(self, keys: list[str]) -> list[bool]:
         latest = self.now = max(time.time_ns(), self.now + len(keys) * self.step)
         known = self.index.intersection(keys)
-        paths = [f"{self.folder}/{key}.page" for key in keys]
+        paths = [f"{self.folder}/{key}.kv" for key in keys]
         there = [os.path.isfile(path) for path in paths]
         for at, path in compress(enumerate(paths), there):
             with suppress(OSError):     # deleted just now, or owned by another user
@@ -90,18 +101,32 @@ class Directory:
         self.update_index(known, set(compress(keys, there)))
         return there
 
-    def get(self, keys: list[str]) -> list[bytes | None]:
-        """Read files. First ask the kernel for all of them, so that the disk reads several at once."""
-        for key in keys if len(keys) > 1 and hasattr(os, "posix_fadvise") else ():
-            with suppress(OSError), open(self.path(key), "rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-        values = [None] * len(keys)
-        for at, key in enumerate(keys):
-            with suppress(OSError):  # an unreadable file is a miss
-                values[at] = self.path(key).read_bytes()
+    def get_into(self, keys: list[str], buffers: list[list], starts: list[int]) -> list[bool]:
+        """Read files from `starts` on, each with one call, straight into its buffers. First read those that
+        the page cache has. Then ask the kernel for all others, so that the disk reads several at once."""
+        reads = list(zip(keys, buffers, starts, strict=True))
+        there = [self.read(*each, getattr(os, "RWF_NOWAIT", 0)) for each in reads]
+        late = [at for at, found in enumerate(there) if not found]
+        for at in late if hasattr(os, "posix_fadvise") else ():
+            end = starts[at] + num_bytes(buffers[at])
+            with suppress(OSError), open(self.path(keys[at]), "rb") as file:
+                for start in range(starts[at], end, AHEAD):
+                    os.posix_fadvise(file.fileno(), start, min(AHEAD, end - start), os.POSIX_FADV_WILLNEED)
+        for at in late:
+            there[at] = self.read(*reads[at])
         with suppress(OSError):
-            None in values and self.files()  # other files may have been deleted too
-        return values
+            False in there and self.files()  # other files may have been deleted too
+        return there
+
+    def read(self, key: str, buffers: list, start: int, flags: int = 0) -> bool:
+        """Fill buffers from a file, from byte `start` on. Returns: False if it is unreadable or too short."""
+        with suppress(OSError):
+            file = os.open(self.path(key), os.O_RDONLY)
+            try:
+                return os.preadv(file, buffers, start, flags) == num_bytes(buffers)
+            finally:
+                os.close(file)
+        return False
 
     def uncache(self, keys: list[str]):
         """Make the kernel drop files from its page cache, so that the next read comes from the disk."""
@@ -127,7 +152,7 @@ class Directory:
 
     def write(self, key: str, value: bytes):
         """Write a value. On a full file system, make room and try once more. Raises OSError."""
-        temporary = self.folder / f"{key}.page.{os.urandom(16).hex()}.tmp"
+        temporary = self.folder / f"{key}.kv.{os.urandom(16).hex()}.tmp"
         if not self.folder.is_dir():
             os.makedirs(self.folder, exist_ok=True)
             self.index.clear()
@@ -164,6 +189,10 @@ class Directory:
                 except OSError as error:  # the next file is deleted instead
                     warn_once(f"Cannot delete a file in {self.folder}: {error.strerror}.", file=sys.stderr)
         self.written += size
+
+
+def num_bytes(buffers: list) -> int:
+    return sum(memoryview(buffer).nbytes for buffer in buffers)
 
 
 class RedisBackend:
@@ -278,6 +307,19 @@ def open_storage(url: str, config: dict | None = None, bandwidth=None) -> Storag
     return Storage(open_backend(url, config), label(url), bandwidth)
 
 
+def measure(storage: Storage, size: int, count: int = 1) -> Transfer:
+    """Measure the read bandwidth of a storage: write `count` test values of `size` bytes, and read them. If
+    the back end has a method `uncache(keys)`, call it before the read, so that memory does not answer for the
+    disk. Returns: the Transfer of the read."""
+    keys = [hashlib.sha256(b"measure %d %d" % (size, number)).digest() for number in range(count)]
+    contents = [numpy.arange(size).astype(numpy.uint8) for _ in keys]
+    storage.reader.submit("measure", 0, storage.track_errors, storage.write, keys, contents)
+    uncache = getattr(storage.backend, "uncache", lambda keys: None)
+    storage.reader.submit("measure", 0, uncache, [key.hex() for key in keys])
+    storage.reader.measured.samples.clear()
+    return storage.get(keys, contents, "measure")
+
+
 def attach_storage(cache, storage: Storage | None):
     """Replace the storage of chapter 07's cache, or detach it (None). Call it between two steps.
 
@@ -289,7 +331,7 @@ def attach_storage(cache, storage: Storage | None):
     for known in cache.reading, cache.writing, cache.unwritten:
         known.clear()
     if before:
-        before.counts = dict(storage_errors=0)      # its errors do not count any more
+        before.counts = Counter()       # its errors and reads do not count any more
         for lane in "ask", "read", "measure", "write":
             for transfers, held, _ in cache.in_flight.pop(lane, ()):
                 cache.hold(before, transfers, given=held)       # in a separate lane, without callbacks

@@ -9,7 +9,7 @@ import torch
 
 from common.link import Transfer, TransferError
 from common.requests import Request
-from common.store import StoredChunks
+from shell.chunks import StoredChunks
 from shell.modelled_link import LATENCY, PIECE, Bandwidth
 from tests.support import engines
 from tests.support.engines import ORACLE, ask, both_ends, check_pools, draw, evict, make, wait_until_idle
