@@ -28,7 +28,8 @@ from shell.frontend import number
 from shell.workers import SLOWEST, Worker
 
 OWN_FILE = re.compile(r"[0-9a-f]{64}\.(page|kv)(\.[0-9a-f]{32}\.tmp)?")    # .page: of older versions
-AHEAD = 1 << 17     # bytes; the kernel reads no more for one request to read ahead
+AHEAD = 1 << 17     # bytes
+SPARE = 64  # bytes; Redis adds fewer to a value
 PAUSE = 60.0  # seconds before a full file system is cleaned up again, if that did not help
 
 
@@ -101,22 +102,24 @@ class Directory:
         self.update_index(known, set(compress(keys, there)))
         return there
 
-    def get_into(self, keys: list[str], buffers: list[list], starts: list[int]) -> list[bool]:
-        """Read files from `starts` on, each with one call, straight into its buffers. First read those that
-        the page cache has. Then ask the kernel for all others, so that the disk reads several at once."""
-        reads = list(zip(keys, buffers, starts, strict=True))
-        there = [self.read(*each, getattr(os, "RWF_NOWAIT", 0)) for each in reads]
-        late = [at for at, found in enumerate(there) if not found]
-        for at in late if hasattr(os, "posix_fadvise") else ():
-            end = starts[at] + num_bytes(buffers[at])
-            with suppress(OSError), open(self.path(keys[at]), "rb") as file:
-                for start in range(starts[at], end, AHEAD):
-                    os.posix_fadvise(file.fileno(), start, min(AHEAD, end - start), os.POSIX_FADV_WILLNEED)
-        for at in late:
-            there[at] = self.read(*reads[at])
+    def get_into(self, keys: list[str], buffers: list[list], starts: list[int]):
+        """Read files from `starts` on, each with one call, straight into its buffers. From the first file on
+        that the page cache lacks, ask the kernel for all of them, so that the disk reads several at once.
+
+        Yields: for each file, whether its buffers are filled."""
+        reads, missing = list(zip(keys, buffers, starts, strict=True)), False
+        flags = getattr(os, "RWF_NOWAIT", 0)    # read only what the page cache has
+        for at, each in enumerate(reads):
+            found = self.read(*each, flags)
+            if not found and flags:
+                flags = 0
+                for one in reads[at:]:
+                    self.read_ahead(*one)
+                found = self.read(*each)
+            missing |= not found
+            yield found
         with suppress(OSError):
-            False in there and self.files()  # other files may have been deleted too
-        return there
+            missing and self.files()    # other files may have been deleted too
 
     def read(self, key: str, buffers: list, start: int, flags: int = 0) -> bool:
         """Fill buffers from a file, from byte `start` on. Returns: False if it is unreadable or too short."""
@@ -127,6 +130,14 @@ class Directory:
             finally:
                 os.close(file)
         return False
+
+    def read_ahead(self, key: str, buffers: list, start: int):
+        """Ask the kernel to read a file's bytes soon. One call reads ahead only as far as the device's
+        setting says, which is 128 KiB or more."""
+        with suppress(OSError), open(self.path(key), "rb") as file:
+            end = start + num_bytes(buffers)
+            for begin in range(start, end, AHEAD):
+                os.posix_fadvise(file.fileno(), begin, min(AHEAD, end - begin), os.POSIX_FADV_WILLNEED)
 
     def uncache(self, keys: list[str]):
         """Make the kernel drop files from its page cache, so that the next read comes from the disk."""
@@ -184,7 +195,7 @@ class Directory:
                 _, freed, path = found.pop(0)
                 try:
                     path.unlink(missing_ok=True)
-                    self.index.discard(path.stem)
+                    self.index.discard(path.name.removesuffix(".kv"))
                     there -= freed
                 except OSError as error:  # the next file is deleted instead
                     warn_once(f"Cannot delete a file in {self.folder}: {error.strerror}.", file=sys.stderr)
@@ -203,6 +214,9 @@ class RedisBackend:
     tail of a chain before its head. The LRU policies evict random parts of a chain, because their clock has a
     resolution of 1 s.
 
+    Redis would store a value of 2 MiB and 4 bytes in 2.5 MiB. So the end of a value that is a little larger
+    than a power of two is stored apart, under the key with a "+".
+
     `timeout`: seconds for connecting, and for each answer (see LimitedSocket)."""
 
     def __init__(self, url: str, timeout: float = 1.0, keep_days: float = 7.0):
@@ -219,15 +233,22 @@ class RedisBackend:
         with self.client.pipeline(transaction=False) as pipeline:
             for at, key in enumerate(keys):
                 pipeline.pexpireat("kv:" + key, latest + self.life - at)    # reports whether the key exists
-            return [found == 1 for found in pipeline.execute()]
+                pipeline.pexpireat(f"kv:{key}+", latest + self.life - at)
+            return [found == 1 for found in pipeline.execute()[::2]]
 
     def get(self, keys: list[str]) -> list[bytes | None]:
-        return self.client.mget(["kv:" + key for key in keys])
+        found = self.client.mget([name for key in keys for name in (f"kv:{key}", f"kv:{key}+")])
+        return [value and value + (end or b"") for value, end in zip(found[::2], found[1::2])]
 
     def set(self, keys: list[str], values: list[bytes]):
+        stored = {}
+        for key, value in zip(keys, values, strict=True):
+            below = (1 << (len(value) + SPARE).bit_length() - 1) - SPARE
+            end = below if len(value) - below < below // 8 else len(value)
+            stored |= {f"kv:{key}": value[:end]} | ({f"kv:{key}+": value[end:]} if value[end:] else {})
         try:
-            if keys:
-                self.client.mset({"kv:" + key: value for key, value in zip(keys, values, strict=True)})
+            if stored:
+                self.client.mset(stored)
         except self.full:
             warn_once("Redis is full; set its maxmemory-policy to volatile-ttl.", file=sys.stderr)
             raise

@@ -74,7 +74,7 @@ def opened(backend):
 def read(backend, keys, size: int, start: int = 0) -> list[bytes | None]:
     """Return `size` bytes of each value from byte `start` on, or None if they are not there."""
     buffers, fill = [[bytearray(size // 3), bytearray(size - size // 3)] for _ in keys], store.Storage(backend).get_into
-    there = getattr(backend, "get_into", fill)(keys, buffers, [start] * len(keys))
+    there = list(getattr(backend, "get_into", fill)(keys, buffers, [start] * len(keys)))
     return [b"".join(pieces) if found else None for pieces, found in zip(buffers, there)]
 
 
@@ -470,6 +470,19 @@ def test_redis_evicts_the_tail_of_a_chain_before_its_head():
         assert 20 < sum(left) < 80 and left.index(False) > 0.9 * sum(left), "what is left of a chain is its beginning"
 
 
+def test_a_value_above_a_power_of_two_takes_no_quarter_more():
+    values = [bytes(size) for size in (1 << 20, (1 << 21) + 4, (1 << 21) - 3, (1 << 21) - 64, (3 << 19) - 64, 100)]
+    with redis_server() as url:
+        client = (backend := backends.open_backend(url)).client
+        backend.set(KEYS[: len(values)], values)
+        assert backend.get(KEYS[: len(values)]) == values
+        for key, value in zip(KEYS, values):
+            used = sum(client.memory_usage(name) or 0 for name in (f"kv:{key}", f"kv:{key}+"))
+            assert used < 1.02 * len(value) + 300
+            whole, end = (client.execute_command("PEXPIRETIME", name) for name in (f"kv:{key}", f"kv:{key}+"))
+            assert end in (whole, -2), "both parts expire at the same time"
+
+
 @pytest.mark.parametrize("kind", ["tiered", "ranked"])
 def test_the_tail_of_a_chain_expires_before_its_head(kind):
     with redis_server() as url:
@@ -516,11 +529,11 @@ def test_the_timeout_of_redis_limits_a_whole_answer_and_grows_with_its_bytes(par
         backend.client.connection_pool.connection_kwargs["parser_class"] = getattr(redis._parsers, parser)
         return backend
 
-    value, head = bytes(8_000_000), b"*1\r\n$1000\r\n"
-    with slow_redis(0, [head, *[b"x"] * 1000, b"\r\n"], 0.01) as url, pytest.raises(redis.TimeoutError):
+    value, head = bytes(8_000_000), b"*2\r\n$1000\r\n"
+    with slow_redis(0, [head, *[b"x"] * 1000, b"\r\n$-1\r\n"], 0.01) as url, pytest.raises(redis.TimeoutError):
         opened(url).get(KEYS[:1])  # 10 s of bytes that come one by one
     with slow_redis(len(value), [b"+OK\r\n"], 0.3) as url:
         assert opened(url).client.mset({"key": value})
     monkeypatch.setattr(backends, "SLOWEST", 10.0)
-    with slow_redis(0, [head, *[b"x" * 250] * 4, b"\r\n"], 0.1) as url:
+    with slow_redis(0, [head, *[b"x" * 250] * 4, b"\r\n$-1\r\n"], 0.1) as url:
         assert opened(url).get(KEYS[:1]) == [b"x" * 1000]
