@@ -65,9 +65,9 @@ class Storage:
 
         get_into(keys, buffers, starts) -> iterable of bool
 
-    It fills the list `buffers[i]` of writable buffers with the bytes of value `keys[i]` from `starts[i]` on,
-    and says whether all of these bytes are there. If it is a generator, each value is verified right after it
-    was read, while the processor's cache has it.
+    It fills the list `buffers[i]` of writable byte buffers with the bytes of value `keys[i]` from `starts[i]`
+    on, and says whether all of these bytes are there. If it is a generator, each value is verified right
+    after its read, while the processor's cache has it.
 
     If a read fails, the keys whose values are missing or damaged are doubted; if the back end raises, all
     keys that are not verified are. Doubted keys count as not stored until they are written again, or until
@@ -177,9 +177,10 @@ class Storage:
         try:
             # Read straight into the arrays; into other memory only where an array is not contiguous
             arrays = [parts_of(place).arrays for place in into]
-            places = [[numpy.require(array, requirements="C") for array in each] for each in arrays]
+            places = [[one if one.flags.c_contiguous else one.copy() for one in each] for each in arrays]
             sums = [[bytearray(CHECKSUM) for _ in each] for each in arrays]
-            buffers = [[*chain(*zip(*each))] for each in zip(sums, places)]
+            views = [[memoryview(place).cast("B") for place in each] for each in places]
+            buffers = [[*chain(*zip(*each))] for each in zip(sums, views)]
             fill = getattr(self.backend, "get_into", self.get_into)
             there = fill([key.hex() for key in keys], buffers, [parts_of(place).start for place in into])
             for key, found, known, each, own in zip(keys, there, sums, arrays, places, strict=True):
@@ -201,7 +202,7 @@ class Storage:
         for value, pieces, start in zip(self.backend.get(keys), buffers, starts, strict=True):
             stream = BytesIO(value or b"")
             stream.seek(start)
-            there.append(all(stream.readinto(piece) == memoryview(piece).nbytes for piece in pieces))
+            there.append(all(stream.readinto(piece) == len(piece) for piece in pieces))
         return there
 
     def write(self, keys: list[bytes], values: list) -> list[bytes]:

@@ -124,9 +124,9 @@ class Directory:
     def read(self, key: str, buffers: list, start: int, flags: int = 0) -> bool:
         """Fill buffers from a file, from byte `start` on. Returns: False if it is unreadable or too short."""
         with suppress(OSError):
-            file = os.open(self.path(key), os.O_RDONLY)
+            file = os.open(f"{self.folder}/{key}.kv", os.O_RDONLY)
             try:
-                return os.preadv(file, buffers, start, flags) == num_bytes(buffers)
+                return os.preadv(file, buffers, start, flags) == sum(map(len, buffers))
             finally:
                 os.close(file)
         return False
@@ -135,7 +135,7 @@ class Directory:
         """Ask the kernel to read a file's bytes soon. One call reads ahead only as far as the device's
         setting says, which is 128 KiB or more."""
         with suppress(OSError), open(self.path(key), "rb") as file:
-            end = start + num_bytes(buffers)
+            end = start + sum(map(len, buffers))
             for begin in range(start, end, AHEAD):
                 os.posix_fadvise(file.fileno(), begin, min(AHEAD, end - begin), os.POSIX_FADV_WILLNEED)
 
@@ -200,10 +200,6 @@ class Directory:
                 except OSError as error:  # the next file is deleted instead
                     warn_once(f"Cannot delete a file in {self.folder}: {error.strerror}.", file=sys.stderr)
         self.written += size
-
-
-def num_bytes(buffers: list) -> int:
-    return sum(memoryview(buffer).nbytes for buffer in buffers)
 
 
 class RedisBackend:

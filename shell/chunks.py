@@ -7,7 +7,7 @@ from common.link import Transfer, host_memory
 from common.store import Parts, Storage, Stored
 from shell.workers import as_integers
 
-READ = 1 << 18      # bytes of a block that one read brings at most, unless a layer has more
+READ = 1 << 19      # bytes of a block that one read brings at most, unless a layer has more
 
 
 class StoredChunks:
@@ -114,7 +114,7 @@ class BlockReads:
         layers = [*dict.fromkeys(self.store.layers)]
         count, room = len(layers), self.store.pool.size
         most = READ * count // self.store.offsets[-1]
-        count = max(1, min(most, count // 4, count * room // (2 * blocks)))
+        count = max(1, min(most, -(-count // 4), count * room // (2 * blocks)))
         edges = [*map(self.store.layers.index, layers[::count]), len(self.store.layers)]
         return [range(*edge) for edge in pairwise(edges)]
 
