@@ -34,8 +34,8 @@ Departures from the paper:
 - The paper keeps the input of layer 0. Here it is not kept, since it is the embedding of the tokens.
 
 With `--disk`, full blocks are written to files as well. Then a text may be longer than host memory. Blocks
-that have been written may leave host memory while the text goes on. If they do not all fit when the text comes
-back, a restoration reads a few layers at a time.
+that have been written may leave host memory while the text goes on. If they do not all fit when the text
+comes back, a restoration reads a few layers at a time.
 
 Source: HCache (Gao et al., EuroSys '25), sections 3, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 
