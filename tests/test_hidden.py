@@ -227,14 +227,18 @@ def test_a_text_longer_than_host_memory_comes_back_with_the_same_bits(kind, bloc
         return memory
 
     monkeypatch.setattr(chunks, "host_memory", allocate)
-    for found in {}, {"disk": 448}:
+    for restarted in False, True:
         engine = watch(engines.make(cache := kind(blocks, 2e9, engines.chunk_files(tmp_path)), 64, model=model, token_budget=budget), counts)
-        with kept_logits():
-            request = ask(engine, prompt, 8)
-        wait_until_idle(engine)
         pool = cache.store.pool
-        assert request.found == (found if pool.size else {}) and pool.size <= 7
-        assert engine.counts["drops"] == (not pool.size)
+        assert pool.size <= 7
+        for again in False, True:
+            in_host = 16 * len(pool.block_of)
+            with kept_logits():
+                request = ask(engine, prompt, 8)
+            found = dict(cpu=in_host, disk=448 - in_host) if pool.size and (again or restarted) else {}
+            assert request.found == {tier: tokens for tier, tokens in found.items() if tokens}
+            evict(engine)
+        assert engine.counts["drops"] == 2 * (not pool.size)
         engine.close()
         assert not engine.counts["writes_dropped"]
     assert counts["compared"] > 10_000 and not counts["different"]
