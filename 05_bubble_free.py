@@ -214,7 +214,8 @@ class PlannedCache(hidden_states.HiddenCache):
         if self.asked not in ("best", "paper"):
             return self.asked
         for storage in self.storage.storages if self.storage else ():
-            read = backends.measure(storage, chunks.READ, self.pool.num_blocks(tokens))
+            size = self.pool.block_size * self.width * self.model.dtype.itemsize  # of a block in a layer
+            read = backends.measure(storage, min(chunks.READ, size * -(-layers // 4)), 16)
             read.completed.wait(MEASURE_SECONDS)
         stored, plans = (1.0, divisions(layers)) if self.storage else (0.0, [])
         costs, shorter = (self.costs(0, end, stored) for end in (tokens, min(SHORTER, tokens)))
