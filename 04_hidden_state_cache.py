@@ -33,7 +33,9 @@ Departures from the paper:
   behind the restoration.
 - The paper keeps the input of layer 0. Here it is not kept, since it is the embedding of the tokens.
 
-With `--disk`, blocks are kept in files as well.
+With `--disk`, full blocks are written to files as well. Then a text may be longer than host memory. Blocks
+that have been written may leave host memory while the text goes on. If they do not all fit when the text
+comes back, a restoration reads a few layers at a time.
 
 Source: HCache (Gao et al., EuroSys '25), sections 3, 4.2 and 5. Its scheduler, section 4.1, is chapter 05.
 
@@ -53,6 +55,7 @@ import sys
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, filterfalse, islice, takewhile
 from pathlib import Path
 
 import numpy
@@ -64,9 +67,10 @@ from common.estimates import FULL_SPEED
 from common.link import Speed
 from common.llama import upload
 from common.requests import Request
-from common.store import Stored, StoredChunks
+from common.store import CHECKSUM, Parts, Stored
 from shell import charts, cli, hardware, lesson
 from shell.backends import in_directories
+from shell.chunks import BlockReads, StoredChunks
 from shell.frontend import Frontend
 from shell.lower_tier import restorer
 from shell.workers import Worker, as_integers
@@ -103,7 +107,8 @@ class BlockStore:
     """Host memory for saved rows, in blocks of the device's block size, found by the same block keys.
 
     A block keeps each layer's rows together, so a layer of 1,024 tokens is copied in 64 pieces instead of
-    1,024. If there is `storage`, full blocks are also written to it, and read back."""
+    1,024. If there is `storage`, full blocks are also written to it, and read back. There, a block is one
+    value, which has the rows of each layer as a part."""
 
     def __init__(self, cache: "HiddenCache", name: str, blocks: int, rows: list[tuple[int, int]]):
         """`name`: the kind of rows; it is a part of each key in storage. `blocks`: blocks of host memory.
@@ -119,6 +124,8 @@ class BlockStore:
         self.arrays = [as_integers(part) for part in self.parts]  # NumPy views
         self.row_bytes = sum(width for _, width in rows) * model.dtype.itemsize
         self.pool.block_bytes = size * self.row_bytes
+        sizes = (size * width * model.dtype.itemsize + CHECKSUM for _, width in rows)
+        self.offsets = [*accumulate(sizes, initial=0)]  # where each part begins in storage
         self.fillings: dict[Request, Filling] = {}
         self.unwritten: dict = {}  # keys of blocks in host memory that storage may lack, oldest first
         self.writing: set = set()  # keys of blocks that are being written to storage
@@ -127,17 +134,9 @@ class BlockStore:
         """Find the beginning of a chain, up to the first block that is in neither host memory nor storage.
 
         Returns: for each block its number in host memory, or its Stored place."""
-        locations, stored = [], False
-        for block_key in block_keys:
-            location = self.pool.block_of.get(block_key)
-            if location is None and self.storage:
-                location, stored = self.find_stored(block_key), True
-            # Each stored block is read into a free host block. Stop before allocating that block would evict
-            # a block that was found above
-            if location is None or stored and len(locations) >= self.pool.available:
-                break
-            locations.append(location)
-        return locations
+        there = self.pool.block_of
+        found = (there[one] if one in there else self.find_stored(one) for one in block_keys)
+        return list(takewhile(lambda location: location is not None, found))
 
     # Filling
 
@@ -166,16 +165,28 @@ class BlockStore:
         contents.
 
         `fillable`: how many blocks the request can fill. Keep no more rows of the request if its previous
-        block is missing, or if only its own blocks could be evicted to make room."""
+        block is missing, or if there is no room."""
         pool, chain, last = self.pool, filling.request.chain, filling.block
         self.close_block(filling)
         if filling.dropped or index < len(chain) and chain[index] in pool.block_of:
             return
         before = chain[index - 1] if index else None
         gap = before and last is None and before not in pool.block_of and not self.find_stored(before)
-        if gap or not pool.make_room(1, chain):
+        if gap or not self.make_room(chain):
             return self.drop([filling])
         (filling.block,) = pool.allocate(1, pool.block_of.get(before, last), fillable - index)
+
+    def make_room(self, chain: list) -> bool:
+        """Evict a block, unless one is free: the least recently used one, or the last block of `chain` that
+        storage has. The other blocks of `chain` stay.
+
+        Returns: whether a block is free now."""
+        pool = self.pool
+        if not pool.make_room(1, chain):
+            stored = filter(self.find_stored, filter(pool.block_of.__contains__, reversed(chain)))
+            blocks = filterfalse(pool.references.__getitem__, map(pool.block_of.get, stored))
+            pool.evict([*islice(blocks, 1)])
+        return pool.make_room(1, chain) > 0
 
     def close_block(self, filling: Filling):
         """Release the request's reference to the block that it was filling."""
@@ -217,7 +228,7 @@ class BlockStore:
 
     def find_stored(self, block_key) -> Stored | None:
         """-> where storage has the block, or None."""
-        return self.storage and self.storage.find(self.digest(block_key), len(self.parts))
+        return self.storage and self.storage.find(self.digest(block_key))
 
     def stored(self, locations: list) -> list[Stored]:
         """-> only the locations that are in storage."""
@@ -226,9 +237,14 @@ class BlockStore:
     def store_chain(self, request):
         """Queue the request's blocks in host memory for storage, and mark its chain as used there."""
         if self.storage:
-            self.unwritten |= dict.fromkeys(filter(self.pool.block_of.__contains__, request.chain))
+            there = filter(self.pool.block_of.__contains__, request.chain)
+            self.unwritten |= dict.fromkeys(filterfalse(self.has, there))
             self.write_queued()
-            self.storage.use([self.digest(block_key) for block_key in request.chain], len(self.parts))
+            self.storage.use([self.digest(block_key) for block_key in request.chain])
+
+    def has(self, block_key) -> bool:
+        """-> whether storage has the block, or is writing it."""
+        return block_key in self.writing or self.find_stored(block_key) is not None
 
     def write_queued(self):
         """Write the queued blocks that storage lacks, oldest first, as long as storage accepts them. Each is
@@ -239,9 +255,8 @@ class BlockStore:
         before it."""
         for block_key in [*self.unwritten]:
             before, block = block_key.parent, self.pool.block_of[block_key]
-            known = block_key in self.writing or self.find_stored(block_key)
-            if not known and (before is None or before in self.writing or self.find_stored(before)):
-                contents, most = [part[block] for part in self.arrays], max(1, self.pool.size // 4)
+            if not self.has(block_key) and (before is None or self.has(before)):
+                contents, most = Parts([part[block] for part in self.arrays]), max(1, self.pool.size // 4)
                 written = len(self.writing) < most and self.storage.write(self.digest(block_key), contents)
                 if not written:
                     return
@@ -257,24 +272,6 @@ class BlockStore:
             self.cache.counts.update(blocks_lost=count, writes_dropped=count)
             self.unwritten = {one: None for one in self.unwritten if one in self.pool.block_of}
 
-    def fetch(self, block_keys: list, locations: list) -> tuple[list[int], dict]:
-        """Reference the blocks at `locations`, and start to read stored ones into free host blocks.
-
-        Returns: the numbers of the host blocks; and for each layer the reads that must complete before it is
-        copied."""
-        stored, reads = self.stored(locations), {layer: [] for layer in self.layers}
-        self.pool.share([location for location in locations if isinstance(location, int)])
-        fresh = self.pool.allocate(len(stored))
-        free = iter(fresh)
-        blocks = [next(free) if isinstance(location, Stored) else location for location in locations]
-        if stored:
-            for part, (layer, memory) in enumerate(zip(self.layers, self.arrays)):
-                reads[layer] += self.storage.read(stored, [memory[block] for block in fresh], part)
-            new = zip(fresh, [key for key, found in zip(block_keys, locations) if isinstance(found, Stored)])
-            then = partial(self.on_fetched, list(new), block_keys)
-            self.cache.hold(f"read {fresh[0]}", sum(reads.values(), []), (self.pool, fresh), then=then)
-        return blocks, reads
-
     def on_fetched(self, new: list, block_keys: list, arrived: bool):
         """Register the (block, block key) pairs `new`, whose reads have completed."""
         for pair in new if arrived else ():
@@ -285,7 +282,7 @@ class BlockStore:
 # 2. The cache ----------------------------------------------------------------------------------
 
 class Loading:
-    """The state of one restoration: the slots of its tokens, its host blocks, and its copies in flight."""
+    """The state of one restoration: the slots of its tokens, its rows in host memory, and its copies."""
 
     def __init__(self, cache: "HiddenCache", request, restoration, match):
         self.request, self.start = request, restoration.start
@@ -294,8 +291,8 @@ class Loading:
         self.rotation = cache.model.rotary(torch.arange(self.start, end, device=device))  # for all layers
         self.slots = pool.slots(upload(request.table, device))[self.start : end]  # [T]
         block_keys = request.chain[self.start // pool.block_size :]
-        self.blocks, self.reads = cache.store.fetch(block_keys, match.blocks)  # host blocks
-        self.pairs = links.BlockPairs(range(len(self.blocks)), self.blocks, apart=True)
+        self.rows = BlockReads(cache.store, block_keys, match.blocks)
+        self.pairs = links.BlockPairs(range(len(match.blocks)), self.rows.blocks, apart=True)
         self.landing = {}  # layer -> its rows on the device, [n * block size, width]
         self.transfers = {}  # layer -> its Transfer
 
@@ -342,12 +339,13 @@ class HiddenCache(Cache):
         rows = 4 * self.engine.token_budget  # rows of the snapshot buffer, for each part
         self.snapshot = [memory((rows, part.shape[-1]), part.dtype) for part in store.parts]
         self.ring, self.head, self.free = rows, 0, rows  # the buffer's length, next row, free rows
+        self.budget = self.engine.token_budget  # `poll` may lower the engine's
 
     def submitted(self, request):
         if self.storage:
             blocks = request.history // self.pool.block_size
             keys = [self.store.digest(block_key) for block_key in request.chain[:blocks]]
-            self.hold(f"ask {request.id}", self.storage.ask(keys, len(self.store.parts)))
+            self.hold(f"ask {request.id}", self.storage.ask(keys))
 
     def match(self, request):
         size, first = self.pool.block_size, request.computed // self.pool.block_size
@@ -383,13 +381,14 @@ class HiddenCache(Cache):
 
     def restore(self, request, restoration, match):
         loading = Loading(self, request, restoration, match)
-        ahead = deque(loading.reads)  # layers whose copies are not issued yet
+        rows, ahead = loading.rows, deque(dict.fromkeys(self.store.layers))  # layers that are not issued yet
         try:
             while (layer := restoration.layers) < len(self.model.layers):
                 # 1. Issue copies of later layers, up to a layer that storage is still reading. Wait for its
                 #    reads only if it is the next layer to project
-                while ahead and len(loading.landing) < DEPTH:
-                    reads = loading.reads[ahead[0]]
+                rows.read_ahead(layer)
+                while ahead and len(loading.landing) < DEPTH and ahead[0] in rows.reads:
+                    reads = rows.reads[ahead[0]]
                     if layer < ahead[0] and not all(read.ready for read in reads):
                         break
                     yield from reads
@@ -398,22 +397,23 @@ class HiddenCache(Cache):
                 yield from self.restore_layer(loading, layer)
                 restoration.layers += 1
         finally:
-            for transfer in (*loading.transfers.values(), *sum(loading.reads.values(), [])):
+            for transfer in (*loading.transfers.values(), *sum(rows.reads.values(), [])):
                 transfer.cancel()
-            given = [(self.store.pool, loading.blocks)]
-            self.hold("load", list(loading.transfers.values()), given=given)
+            given = [(self.store.pool, rows.held)]
+            self.hold("load", list(loading.transfers.values()), given=given, then=rows.release)
 
     def issue_layer(self, loading: Loading, layer: int):
         """Start to copy a layer's rows to a temporary buffer on the device."""
-        rows = self.store.parts[self.store.layers.index(layer)]  # [blocks, block size, width]
-        shape = len(loading.blocks), *rows.shape[1:]  # [n, block size, width]
-        landed = self.load_link.landing(shape, rows.dtype)
+        shape = len(loading.rows.blocks), self.pool.block_size, self.width  # [n, block size, width]
+        landed = self.load_link.landing(shape, self.model.dtype)
         loading.landing[layer] = landed.flatten(0, 1)
-        self.copy_layer(loading, layer, landed, rows, loading.pairs)
+        self.copy_layer(loading, layer, [landed], loading.pairs)
 
-    def copy_layer(self, loading: Loading, layer: int, into, out_of, pairs=None):
-        """Start one copy of a restoration, and count its bytes."""
+    def copy_layer(self, loading: Loading, layer: int, into: list, pairs):
+        """Start the copy of a layer's parts, one into each tensor of `into`, and count its bytes."""
+        out_of = loading.rows.take(layer)  # [blocks, block size, width] each
         loading.transfers[layer] = transfer = self.load_link.copy(into, out_of, f"layer {layer}", pairs)
+        loading.rows.keep(transfer, out_of)
         self.counts["bytes_in"] += transfer.bytes
 
     def restore_layer(self, loading: Loading, layer: int):
@@ -451,8 +451,19 @@ class HiddenCache(Cache):
     # Saving
 
     def poll(self):
+        """Also write queued blocks, and let the next step compute only as many rows as host memory has room
+        for. So a text may be longer than host memory: it goes on when some of its blocks have been written.
+
+        If host memory is full, wait for writes. If none is under way or one hangs, compute and drop rows."""
         super().poll()
         self.store.write_queued()
+        if not self.storage:
+            return
+        pool, writers = self.store.pool, [*self.lanes, *(each.writer for each in self.storage.storages)]
+        room = pool.available - len(self.store.unwritten) - pool.num_blocks(self.count)
+        rows = pool.block_size * (room - len(self.engine.running))  # each may begin one more block
+        waits = (self.store.writing or self.in_flight.get("save")) and not any(one.hangs for one in writers)
+        self.engine.token_budget = self.budget if rows <= 0 and not waits else min(self.budget, max(0, rows))
 
     def save_layer(self, layer, hidden, batch):
         if layer == 0:

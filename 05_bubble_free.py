@@ -77,8 +77,8 @@ import torch
 from common import link as links
 from common.llama import upload
 from common.requests import BadRequest, Request
-from common.store import StoredChunks
-from shell import charts, cli, lesson
+from shell import backends, charts, chunks, cli, lesson
+from shell.chunks import StoredChunks
 from shell.frontend import Frontend
 from shell.machine import measure
 
@@ -201,7 +201,7 @@ class PlannedCache(hidden_states.HiddenCache):
         store = hidden_states.BlockStore(self, letters, blocks, rows)
         self.use_store([layer for layer, letter in enumerate(letters) if letter == "H"], store)
         if self.storage:  # before all blocks: without the marker, the next start does not find them
-            self.storage.write(self.plan_key(letters), [numpy.zeros(0, numpy.uint8)])
+            self.storage.write(self.plan_key(letters), numpy.zeros(0, numpy.uint8))
 
     # Planning
 
@@ -215,7 +215,8 @@ class PlannedCache(hidden_states.HiddenCache):
             return self.asked
         for storage in self.storage.storages if self.storage else ():
             size = self.pool.block_size * self.width * self.model.dtype.itemsize  # of a block in a layer
-            storage.measure(size, self.pool.num_blocks(tokens)).completed.wait(MEASURE_SECONDS)
+            read = backends.measure(storage, min(chunks.READ, size * -(-layers // 4)), 16)
+            read.completed.wait(MEASURE_SECONDS)
         stored, plans = (1.0, divisions(layers)) if self.storage else (0.0, [])
         costs, shorter = (self.costs(0, end, stored) for end in (tokens, min(SHORTER, tokens)))
         if kept := [letters for letters in plans if self.storage.find(self.plan_key(letters))]:
@@ -281,10 +282,10 @@ class PlannedCache(hidden_states.HiddenCache):
         to a landing buffer, as in chapter 04."""
         if self.letters[layer] == "H":
             return super().issue_layer(loading, layer)
-        table = loading.request.table[loading.start // self.pool.block_size :][: len(loading.blocks)]
-        first = self.store.layers.index(layer)
-        device, host = list(self.kv[layer]), self.store.parts[first : first + 2]  # [blocks, size, width] each
-        self.copy_layer(loading, layer, device, host, links.BlockPairs(table, loading.blocks, apart=True))
+        blocks = loading.rows.blocks
+        table = loading.request.table[loading.start // self.pool.block_size :][: len(blocks)]
+        device = list(self.kv[layer])  # [blocks, block size, width] each
+        self.copy_layer(loading, layer, device, links.BlockPairs(table, blocks, apart=True))
         self.hold("load", [loading.transfers[layer]], (self.pool, table))
 
     def restore_layer(self, loading, layer):
@@ -301,7 +302,7 @@ class PlannedCache(hidden_states.HiddenCache):
         """Recompute the first `layers` layers for all tokens of the restoration, and store their K and V.
         Work in portions of a step's token budget, and yield between them, so that other requests can
         decode."""
-        count, portion = loading.tokens, self.engine.token_budget
+        count, portion = loading.tokens, self.budget
         for at in range(0, count, portion):
             rows, began = slice(at, min(at + portion, count)), self.engine.clock.mark()
             hidden = self.compute_portion(loading, layers - 1, rows)  # [T, D]

@@ -68,9 +68,9 @@ from common import link as links
 from common.cache import Cache, Match, Restoration
 from common.llama import upload
 from common.requests import Request
-from common.store import StoredChunks
 from shell import charts, cli, hardware, lesson
 from shell.backends import in_directories
+from shell.chunks import StoredChunks
 from shell.frontend import Frontend
 from shell.lower_tier import restorer
 from shell.modelled_link import Bandwidth, speed
@@ -351,7 +351,7 @@ class BidirectionalCache(Cache):
     def write(self, request, chain: list, block: int, transfer, arrived: bool):
         """Called when the copy of the last chunk of `chain` has completed: write the chunk to storage."""
         request.timeline.add("save", transfer.label, *transfer.span())
-        written = self.storage.write(chain[-1].digest, [self.arrays[block]]) if arrived else None
+        written = self.storage.write(chain[-1].digest, self.arrays[block]) if arrived else None
         if written is None:
             self.counts["writes_dropped"] += self.storage.find(chain[-1].digest) is None
             return self.saving.discard(chain[-1])

@@ -760,7 +760,7 @@ def demo(model: Llama, frontend: Frontend, arguments):
     print(f"Decode steps of {batch} requests behind {CONTEXTS[0]} tokens each, on {GEOMETRY} (the other is "
           f"too small).\n{'As above, the' if real else 'The'} device has room for {layers // 2} of {layers} "
           f"layers of {planner.sizes.weights / 1e6:.1f} MB and two streamed ones, or for blocks.")
-    print("f: time to load all weights and all context as KV blocks, over time to compute with ACT blocks only.")
+    print("f: time to load all weights and all context as KV blocks, over time to compute with ACT blocks")
     for f in FACTORS if model.device.type == "cpu" else (None,):
         if f:
             bandwidth = modelled_link.Bandwidth(planner.speed_for(f, blocks))

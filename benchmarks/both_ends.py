@@ -39,8 +39,8 @@ from benchmarks.measure import draw, ratio, spread, ttft
 from benchmarks.planned import both_ends, engine_of
 from common import link as links
 from common.requests import ClientDisconnected, Request
-from common.store import StoredChunks
 from shell import checkpoint, lesson, modelled_link
+from shell.chunks import StoredChunks
 from shell.machine import flops
 from shell.workers import Worker
 

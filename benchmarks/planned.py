@@ -27,8 +27,8 @@ from benchmarks.measure import AS_IT_IS, draw, modelled, ratio, spread
 from common.estimates import Estimates
 from common.requests import Request
 from common.restoring import Restorer
-from common.store import StoredChunks
 from shell import charts, lesson, modelled_link
+from shell.chunks import StoredChunks
 from shell.machine import machine_of
 
 CHAPTERS = "02_paged_kv", "03_cpu_offload", "04_hidden_state_cache", "05_bubble_free", "06_bidirectional"

@@ -1,15 +1,21 @@
 """Key-value storage that several engines may share.
 
-`Storage` stores values in a back end, which is files, Redis, or a class of your own. `StoredChunks` spreads
-blocks (04, 05) or chunks of 64 tokens (06) over several Storages. Each block or chunk has a key, and consists
-of parts; each part is one value."""
+`Storage` stores values in a back end, which is files, Redis, or a class of your own. A value is a block, a
+page, or a chunk of tokens.
 
-import hashlib
+A value consists of one or several parts, one after the other. Each part has its own checksum in front of it,
+so any run of adjacent parts can be read alone:
+
+    | checksum | part 0 | checksum | part 1 | ...
+
+A checksum takes 64 bytes, although 4 would do: so the parts of a file begin at multiples of 64 bytes, and a
+processor copies them twice as fast."""
+
 import math
 import zlib
-from collections import Counter
 from contextlib import suppress
-from itertools import cycle
+from io import BytesIO
+from itertools import chain
 from typing import NamedTuple
 
 import numpy
@@ -17,84 +23,26 @@ import numpy
 from common.link import Speed, Transfer
 
 BACKLOG = 256  # jobs; a storage's writer gets no further ones while this many wait for it
+CHECKSUM = 64  # bytes
 
-# 1. Chunks -------------------------------------------------------------------------------------
+# 1. Values -------------------------------------------------------------------------------------
 
 class Stored(NamedTuple):
-    """Where a block (04, 05) or a chunk (06) is stored: the storage, and the keys of its parts."""
+    """Where a value is stored."""
 
     storage: "Storage"
-    keys: list[bytes]
+    key: bytes
 
 
-class StoredChunks:
-    """Blocks or chunks that are spread over several Storages. The back end of each must have an `index` of
-    its keys, so that `find` need not ask the back end."""
+class Parts(NamedTuple):
+    """Adjacent parts of one value, to be read or written together."""
 
-    def __init__(self, *storages: "Storage"):
-        self.storages, self.turn = storages, cycle(storages)  # round-robin
+    arrays: list[numpy.ndarray]
+    start: int = 0  # where the first of them begins in the value, in bytes
 
-    def open(self, lane, engine):
-        """Prepare all storages; `lane`: see Storage.open. A finished lookup interrupts a pass that waits for
-        a copy, because a queued request may need its answer (`ask`)."""
-        arrivals, wake = engine.arrivals, engine.wake  # the threads must not reference the engine
-        for storage in self.storages:
-            storage.open(lane, engine.counts, lambda: (arrivals.append((None, None)), wake.set()))
-
-    def keys(self, key: bytes, parts: int) -> list[bytes]:
-        """-> a key of 32 bytes for each part of the chunk `key`."""
-        return [key[:30] + part.to_bytes(2, "little") for part in range(parts)]
-
-    def find(self, key: bytes, parts: int = 1) -> Stored | None:
-        """-> where all parts of the chunk `key` are stored, or None."""
-        keys = self.keys(key, parts)
-        return next((Stored(storage, keys) for storage in self.storages if storage.has(keys)), None)
-
-    def read(self, chunks: list[Stored], into: list[numpy.ndarray], part=0, label="") -> list[Transfer]:
-        """Read one part of each chunk in the background, from all storages in parallel.
-
-        `into`: one array for each chunk. Returns: one Transfer per storage."""
-        reads = {}  # storage -> keys, places
-        for chunk, array in zip(chunks, into, strict=True):
-            keys, arrays = reads.setdefault(chunk.storage, ([], []))
-            keys.append(chunk.keys[part])
-            arrays.append(array)
-        return [storage.get(*read, label or f"part {part}") for storage, read in reads.items()]
-
-    def ask(self, keys: list[bytes], parts: int = 1) -> list[Transfer]:
-        """Look up the chunks that no `index` has, because another process may have stored them since. After
-        that, `find` finds them."""
-        unknown = [part for key in keys if not self.find(key, parts) for part in self.keys(key, parts)]
-        shared = [storage for storage in self.storages if storage.backend and not storage.silent]
-        return [storage.exists(unknown) for storage in shared if unknown]
-
-    def write(self, key: bytes, parts: list[numpy.ndarray]) -> Transfer | None:
-        """Write a chunk in the background.
-
-        Returns: a Transfer, or None if all storages are backlogged."""
-        free = [storage for storage in (next(self.turn), *self.storages) if not storage.is_backlogged]
-        return free[0].set(self.keys(key, len(parts)), parts) if free else None
-
-    def use(self, keys: list[bytes], parts: int = 1):
-        """Mark the stored keys of a chain as used. Its last block will be deleted first."""
-        for storage in self.storages:
-            storage.use([part for key in keys for part in self.keys(key, parts)])
-
-    def seconds(self, chunks: list[Stored], size: int) -> float:
-        """-> estimated seconds to read these chunks, of `size` bytes each."""
-        counts = Counter(chunk.storage for chunk in chunks)
-        return max((storage.seconds(count * size) for storage, count in counts.items()), default=0.0)
-
-    def speed(self) -> float:
-        """-> bytes per second, of all storages together."""
-        return sum(storage.speed() for storage in self.storages)
-
-    def close(self):
-        for storage in self.storages:
-            storage.close()
-
-    def __str__(self):
-        return ", ".join(map(str, self.storages))
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
 
 
 # 2. Storage ------------------------------------------------------------------------------------
@@ -111,12 +59,19 @@ class Storage:
 
     `exists` must also mark the keys as used, the last key first, so that the last block of a chain is deleted
     first. A back end need not verify values, because `Storage` puts a checksum of key and contents in front
-    of each value. For `has`, a back end also needs `index`: the keys that it stores, as far as this process
-    knows. `exists` must update it.
+    of each part. For `has`, a back end also needs `index`: the keys that it stores, as far as this process
+    knows. `exists` must update it. A back end may have a faster way to read than `get`, which brings whole
+    values in memory of their own:
+
+        get_into(keys, buffers, starts) -> iterable of bool
+
+    It fills the list `buffers[i]` of writable byte buffers with the bytes of value `keys[i]` from `starts[i]`
+    on, and says whether all of these bytes are there. If it is a generator, each value is verified right
+    after its read, while the processor's cache has it.
 
     If a read fails, the keys whose values are missing or damaged are doubted; if the back end raises, all
-    keys of the read are. Doubted keys count as not stored until they are written again, or until the back end
-    itself says that it lacks them. While the storage is `silent`, no request may wait for it."""
+    keys that are not verified are. Doubted keys count as not stored until they are written again, or until
+    the back end itself says that it lacks them. While the storage is `silent`, no request may wait for it."""
 
     def __init__(self, backend, name: str = "storage", bandwidth=None):
         """`backend`: see above. `bandwidth`: of modelled storage that is slower than the back end
@@ -128,9 +83,11 @@ class Storage:
     def open(self, lane, counts: dict, answered=None):
         """Make the threads.
 
-        `lane(name, background, wake)`: makes one (shell/workers.py: Worker). `counts`: the engine's counters;
-        "storage_errors" counts failed reads, writes and lookups. `answered`: called after each lookup."""
-        self.counts, counts["storage_errors"] = counts, 0
+        `lane(name, background, wake)`: makes one (shell/workers.py: Worker). `counts`: the engine's counters:
+        failed reads, writes and lookups; values or runs of parts that were read, and their bytes. `answered`:
+        called after each lookup."""
+        self.counts = counts
+        dict.update(counts, storage_errors=0, storage_reads=0, storage_bytes_read=0)
         self.reader, self.writer = lane("storage"), lane("save", background=True)
         self.asker = lane("ask", wake=answered) if answered else lane("ask")  # does not wait for long reads
 
@@ -151,13 +108,17 @@ class Storage:
         known = self.backend.index
         return not self.reader.hangs and all(key.hex() in known and key not in self.doubted for key in keys)
 
-    def get(self, keys: list[bytes], into: list[numpy.ndarray], label: str = "") -> Transfer:
-        """Read values into arrays. Returns: a Transfer, which fails if any value is missing or damaged."""
-        size, model = sum(array.nbytes for array in into), self.bandwidth and self.bandwidth.of(into)
+    def get(self, keys: list[bytes], into: list, label: str = "") -> Transfer:
+        """Read values. `into`: for each value an array, or Parts for some of its parts.
+
+        Returns: a Transfer, which fails if anything is missing or damaged. Then the arrays have any
+        contents."""
+        arrays, size = [parts_of(place).arrays for place in into], sum(place.nbytes for place in into)
+        model = self.bandwidth and self.bandwidth.of([*chain(*arrays)])
         return self.reader.submit(label, size, self.track_errors, self.read, keys, into, model=model)
 
-    def set(self, keys: list[bytes], values: list[numpy.ndarray]) -> Transfer:
-        """Write the values that are not stored yet.
+    def set(self, keys: list[bytes], values: list) -> Transfer:
+        """Write the values that are not stored yet, each of which is an array or Parts.
 
         Returns: a Transfer. Its value: the keys now stored, without those whose write has failed."""
         size = sum(value.nbytes for value in values)
@@ -172,18 +133,6 @@ class Storage:
     def is_backlogged(self) -> bool:
         """Whether writing hangs, or too many jobs wait for the writer."""
         return self.writer.hangs or self.writer.jobs.qsize() >= BACKLOG
-
-    def measure(self, size: int, count: int = 1) -> Transfer:
-        """Measure the read bandwidth: write `count` test values of `size` bytes, and read them. If the back
-        end has a method `uncache(keys)`, call it before the read, so that memory
-        does not answer for the disk. Returns: the Transfer of the read."""
-        keys = [hashlib.sha256(b"measure %d %d" % (size, number)).digest() for number in range(count)]
-        contents = [numpy.arange(size).astype(numpy.uint8)] * count
-        self.reader.submit("measure", 0, self.track_errors, self.write, keys, contents)
-        uncache = getattr(self.backend, "uncache", lambda keys: None)
-        self.reader.submit("measure", 0, uncache, [key.hex() for key in keys])
-        self.reader.measured.samples.clear()
-        return self.get(keys, contents, "measure")
 
     @property
     def measured(self) -> Speed:
@@ -222,28 +171,47 @@ class Storage:
         self.doubted.difference_update(key for key in keys if not there[key])
         return [there[key] and key not in self.doubted for key in keys]
 
-    def read(self, keys: list[bytes], into: list[numpy.ndarray]):
-        """Read values into arrays. Raises Damaged if a value is missing or damaged."""
+    def read(self, keys: list[bytes], into: list):
+        """Read values. Raises Damaged if anything is missing or damaged."""
         wrong = set(keys)
         try:
-            values = self.backend.get([key.hex() for key in keys])
-            for key, value, array in zip(keys, values, into, strict=True):
-                contents = memoryview(value or b"")[4:]
-                if len(contents) == array.nbytes and checksum(key, contents) == bytes(value[:4]):
-                    numpy.copyto(array, numpy.frombuffer(contents, array.dtype).reshape(array.shape))
+            # Read straight into the arrays; into other memory only where an array is not contiguous
+            arrays = [parts_of(place).arrays for place in into]
+            places = [[one if one.flags.c_contiguous else one.copy() for one in each] for each in arrays]
+            sums = [[bytearray(CHECKSUM) for _ in each] for each in arrays]
+            views = [[memoryview(place).cast("B") for place in each] for each in places]
+            buffers = [[*chain(*zip(*each))] for each in zip(sums, views)]
+            fill = getattr(self.backend, "get_into", self.get_into)
+            there = fill([key.hex() for key in keys], buffers, [parts_of(place).start for place in into])
+            for key, found, known, each, own in zip(keys, there, sums, arrays, places, strict=True):
+                if found and [checksum(key, place) for place in own] == known:
                     wrong.discard(key)
+                for array, place in zip(each, own):
+                    if array is not place:
+                        numpy.copyto(array, place)
+            self.counts["storage_reads"] += len(keys)
+            self.counts["storage_bytes_read"] += sum(place.nbytes for place in into)
             if wrong:
                 raise Damaged(f"{len(wrong)} of {len(keys)} values are missing or damaged")
         finally:
             self.doubted |= wrong
 
-    def write(self, keys: list[bytes], values: list[numpy.ndarray]) -> list[bytes]:
+    def get_into(self, keys: list[str], buffers: list[list], starts: list[int]) -> list[bool]:
+        """Fill buffers from whole values: for a back end that has no `get_into` of its own."""
+        there = []
+        for value, pieces, start in zip(self.backend.get(keys), buffers, starts, strict=True):
+            stream = BytesIO(value or b"")
+            stream.seek(start)
+            there.append(all(stream.readinto(piece) == len(piece) for piece in pieces))
+        return there
+
+    def write(self, keys: list[bytes], values: list) -> list[bytes]:
         """Write the values that are not stored yet. Returns: the keys that are stored now."""
         absent, stored = {}, keys
         for key, value, there in zip(keys, values, self.look_up(keys), strict=True):
             if not there:
-                value = numpy.ascontiguousarray(value)
-                absent[key.hex()] = b"".join([checksum(key, value), value])
+                parts = [numpy.ascontiguousarray(array) for array in parts_of(value).arrays]
+                absent[key.hex()] = b"".join(chain(*((checksum(key, part), part) for part in parts)))
         try:
             self.backend.set([*absent], [*absent.values()])
             self.doubted.difference_update(keys)
@@ -266,6 +234,19 @@ class Damaged(Exception):
     """A stored value is missing or damaged."""
 
 
-def checksum(key: bytes, contents) -> bytes:
-    """-> 4 bytes, CRC-32 of key and contents."""
-    return zlib.crc32(contents, zlib.crc32(key)).to_bytes(4, "little")
+def parts_of(value) -> Parts:
+    """-> the value as Parts: an array is the only part of its value."""
+    return value if isinstance(value, Parts) else Parts([value])
+
+
+def checksum(key: bytes, part: numpy.ndarray) -> bytes:
+    """-> CHECKSUM bytes for the contents of a part, which must be contiguous.
+
+    CRC-32 of all bytes would take longer than to read them. So each row of 4 KiB is added up as 64-bit
+    integers, and the CRC-32 covers the key, these sums, and the bytes after the last row. A changed bit
+    changes its row's sum. So does a sector that was not written, and sectors in a wrong order change the
+    order of the sums. Like any CRC-32, this finds damage, but no forgery."""
+    contents = part.reshape(-1).view(numpy.uint8)
+    whole = len(contents) & -4096
+    sums = numpy.add.reduce(contents[:whole].view(numpy.uint64).reshape(-1, 512), axis=1)
+    return zlib.crc32(contents[whole:], zlib.crc32(sums, zlib.crc32(key))).to_bytes(CHECKSUM, "little")

@@ -1,6 +1,7 @@
 """Storage back ends (a directory of files, Redis, or a class of the user), and functions that open them."""
 import argparse
 import errno
+import hashlib
 import inspect
 import json
 import os
@@ -8,6 +9,7 @@ import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -15,13 +17,19 @@ from itertools import compress
 from pathlib import Path
 from threading import Thread
 
+import numpy
+
+from common.link import Transfer
 from common.requests import BadRequest
-from common.store import Storage, StoredChunks
+from common.store import Storage
 from shell import warn_once
+from shell.chunks import StoredChunks
 from shell.frontend import number
 from shell.workers import SLOWEST, Worker
 
-OWN_FILE = re.compile(r"[0-9a-f]{64}\.page(\.[0-9a-f]{32}\.tmp)?")
+OWN_FILE = re.compile(r"[0-9a-f]{64}\.(page|kv)(\.[0-9a-f]{32}\.tmp)?")    # .page: of older versions
+AHEAD = 1 << 17     # bytes
+SPARE = 64  # bytes; Redis adds fewer to a value
 PAUSE = 60.0  # seconds before a full file system is cleaned up again, if that did not help
 
 
@@ -31,7 +39,8 @@ class Directory:
     Several processes may share a folder: a file is written under a temporary name and then renamed. When the
     files exceed `limit_gb`, the least recently used are deleted. The modification time of a file is the time
     of its last use. It is always later than every time set or found before, because clocks may go backwards.
-    Files whose names do not match OWN_FILE are never touched.
+    Files whose names do not match OWN_FILE are never touched. Files of older versions are not read; they are
+    deleted like other files.
 
     If the folder has been deleted, the next write creates it again. On a full file system a write makes room
     as if the limit had been reached.
@@ -51,13 +60,16 @@ class Directory:
             with tempfile.NamedTemporaryFile(dir=self.folder) as file, suppress(OSError):
                 os.utime(file.name, ns=(0, 10**18 + 1_999_999_999))
                 self.step = max(1, 10**18 + 2 * 10**9 - os.stat(file.name).st_mtime_ns)  # resolution, in ns
-            self.files()
+            old = sum(path.suffix == ".page" for _, _, path in self.files())
         except OSError as error:
             words = f"A cache needs a folder to write in: {self.folder}: {error.strerror}."
             raise BadRequest(words) from None
+        if old:
+            words = f"{old} files in {self.folder} have an older format, so the cache starts without them."
+            warn_once(words, file=sys.stderr)
 
     def path(self, key: str) -> Path:
-        return self.folder / f"{key}.page"
+        return self.folder / f"{key}.kv"
 
     def files(self) -> list[tuple]:
         """Scan the folder and bring `index` up to date. A folder that does not exist has no files.
@@ -69,7 +81,7 @@ class Directory:
             with suppress(OSError):  # another process may delete it; a link may be broken
                 if OWN_FILE.fullmatch(entry.name) and entry.is_file():
                     found.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry)))
-        self.update_index(known, {path.stem for _, _, path in found})
+        self.update_index(known, {path.stem for _, _, path in found if path.suffix == ".kv"})
         self.now = max([self.now, *(used for used, _, _ in found)])
         return sorted(found)
 
@@ -82,7 +94,7 @@ class Directory:
     def exists(self, keys: list[str]) -> list[bool]:
         latest = self.now = max(time.time_ns(), self.now + len(keys) * self.step)
         known = self.index.intersection(keys)
-        paths = [f"{self.folder}/{key}.page" for key in keys]
+        paths = [f"{self.folder}/{key}.kv" for key in keys]
         there = [os.path.isfile(path) for path in paths]
         for at, path in compress(enumerate(paths), there):
             with suppress(OSError):     # deleted just now, or owned by another user
@@ -90,18 +102,42 @@ class Directory:
         self.update_index(known, set(compress(keys, there)))
         return there
 
-    def get(self, keys: list[str]) -> list[bytes | None]:
-        """Read files. First ask the kernel for all of them, so that the disk reads several at once."""
-        for key in keys if len(keys) > 1 and hasattr(os, "posix_fadvise") else ():
-            with suppress(OSError), open(self.path(key), "rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-        values = [None] * len(keys)
-        for at, key in enumerate(keys):
-            with suppress(OSError):  # an unreadable file is a miss
-                values[at] = self.path(key).read_bytes()
+    def get_into(self, keys: list[str], buffers: list[list], starts: list[int]):
+        """Read files from `starts` on, each with one call, straight into its buffers. From the first file on
+        that the page cache lacks, ask the kernel for all of them, so that the disk reads several at once.
+
+        Yields: for each file, whether its buffers are filled."""
+        reads, missing = list(zip(keys, buffers, starts, strict=True)), False
+        flags = getattr(os, "RWF_NOWAIT", 0)    # read only what the page cache has
+        for at, each in enumerate(reads):
+            found = self.read(*each, flags)
+            if not found and flags:
+                flags = 0
+                for one in reads[at:]:
+                    self.read_ahead(*one)
+                found = self.read(*each)
+            missing |= not found
+            yield found
         with suppress(OSError):
-            None in values and self.files()  # other files may have been deleted too
-        return values
+            missing and self.files()    # other files may have been deleted too
+
+    def read(self, key: str, buffers: list, start: int, flags: int = 0) -> bool:
+        """Fill buffers from a file, from byte `start` on. Returns: False if it is unreadable or too short."""
+        with suppress(OSError):
+            file = os.open(f"{self.folder}/{key}.kv", os.O_RDONLY)
+            try:
+                return os.preadv(file, buffers, start, flags) == sum(map(len, buffers))
+            finally:
+                os.close(file)
+        return False
+
+    def read_ahead(self, key: str, buffers: list, start: int):
+        """Ask the kernel to read a file's bytes soon. One call reads ahead only as far as the device's
+        setting says, which is 128 KiB or more."""
+        with suppress(OSError), open(self.path(key), "rb") as file:
+            end = start + sum(map(len, buffers))
+            for begin in range(start, end, AHEAD):
+                os.posix_fadvise(file.fileno(), begin, min(AHEAD, end - begin), os.POSIX_FADV_WILLNEED)
 
     def uncache(self, keys: list[str]):
         """Make the kernel drop files from its page cache, so that the next read comes from the disk."""
@@ -127,7 +163,7 @@ class Directory:
 
     def write(self, key: str, value: bytes):
         """Write a value. On a full file system, make room and try once more. Raises OSError."""
-        temporary = self.folder / f"{key}.page.{os.urandom(16).hex()}.tmp"
+        temporary = self.folder / f"{key}.kv.{os.urandom(16).hex()}.tmp"
         if not self.folder.is_dir():
             os.makedirs(self.folder, exist_ok=True)
             self.index.clear()
@@ -159,7 +195,7 @@ class Directory:
                 _, freed, path = found.pop(0)
                 try:
                     path.unlink(missing_ok=True)
-                    self.index.discard(path.stem)
+                    self.index.discard(path.name.removesuffix(".kv"))
                     there -= freed
                 except OSError as error:  # the next file is deleted instead
                     warn_once(f"Cannot delete a file in {self.folder}: {error.strerror}.", file=sys.stderr)
@@ -173,6 +209,9 @@ class RedisBackend:
     last one first. So a server whose policy is `volatile-ttl` evicts the least recently used chains, and the
     tail of a chain before its head. The LRU policies evict random parts of a chain, because their clock has a
     resolution of 1 s.
+
+    Redis would store a value of 2 MiB and 4 bytes in 2.5 MiB. So the end of a value that is a little larger
+    than a power of two is stored apart, under the key with a "+".
 
     `timeout`: seconds for connecting, and for each answer (see LimitedSocket)."""
 
@@ -190,15 +229,22 @@ class RedisBackend:
         with self.client.pipeline(transaction=False) as pipeline:
             for at, key in enumerate(keys):
                 pipeline.pexpireat("kv:" + key, latest + self.life - at)    # reports whether the key exists
-            return [found == 1 for found in pipeline.execute()]
+                pipeline.pexpireat(f"kv:{key}+", latest + self.life - at)
+            return [found == 1 for found in pipeline.execute()[::2]]
 
     def get(self, keys: list[str]) -> list[bytes | None]:
-        return self.client.mget(["kv:" + key for key in keys])
+        found = self.client.mget([name for key in keys for name in (f"kv:{key}", f"kv:{key}+")])
+        return [value and value + (end or b"") for value, end in zip(found[::2], found[1::2])]
 
     def set(self, keys: list[str], values: list[bytes]):
+        stored = {}
+        for key, value in zip(keys, values, strict=True):
+            below = (1 << (len(value) + SPARE).bit_length() - 1) - SPARE
+            end = below if len(value) - below < below // 8 else len(value)
+            stored |= {f"kv:{key}": value[:end]} | ({f"kv:{key}+": value[end:]} if value[end:] else {})
         try:
-            if keys:
-                self.client.mset({"kv:" + key: value for key, value in zip(keys, values, strict=True)})
+            if stored:
+                self.client.mset(stored)
         except self.full:
             warn_once("Redis is full; set its maxmemory-policy to volatile-ttl.", file=sys.stderr)
             raise
@@ -278,6 +324,19 @@ def open_storage(url: str, config: dict | None = None, bandwidth=None) -> Storag
     return Storage(open_backend(url, config), label(url), bandwidth)
 
 
+def measure(storage: Storage, size: int, count: int = 1) -> Transfer:
+    """Measure the read bandwidth of a storage: write `count` test values of `size` bytes, and read them. If
+    the back end has a method `uncache(keys)`, call it before the read, so that memory does not answer for the
+    disk. Returns: the Transfer of the read."""
+    keys = [hashlib.sha256(b"measure %d %d" % (size, number)).digest() for number in range(count)]
+    contents = [numpy.arange(size).astype(numpy.uint8) for _ in keys]
+    storage.reader.submit("measure", 0, storage.track_errors, storage.write, keys, contents)
+    uncache = getattr(storage.backend, "uncache", lambda keys: None)
+    storage.reader.submit("measure", 0, uncache, [key.hex() for key in keys])
+    storage.reader.measured.samples.clear()
+    return storage.get(keys, contents, "measure")
+
+
 def attach_storage(cache, storage: Storage | None):
     """Replace the storage of chapter 07's cache, or detach it (None). Call it between two steps.
 
@@ -289,7 +348,7 @@ def attach_storage(cache, storage: Storage | None):
     for known in cache.reading, cache.writing, cache.unwritten:
         known.clear()
     if before:
-        before.counts = dict(storage_errors=0)      # its errors do not count any more
+        before.counts = Counter()       # its errors and reads do not count any more
         for lane in "ask", "read", "measure", "write":
             for transfers, held, _ in cache.in_flight.pop(lane, ()):
                 cache.hold(before, transfers, given=held)       # in a separate lane, without callbacks

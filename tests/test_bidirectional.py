@@ -9,7 +9,7 @@ import torch
 
 from common.link import Transfer, TransferError
 from common.requests import Request
-from common.store import StoredChunks
+from shell.chunks import StoredChunks
 from shell.modelled_link import LATENCY, PIECE, Bandwidth
 from tests.support import engines
 from tests.support.engines import ORACLE, ask, both_ends, check_pools, draw, evict, make, wait_until_idle
@@ -158,7 +158,7 @@ def test_a_step_computes_up_to_the_predicted_meeting_point(ratio):
 
 def keys_of(cache) -> list[bytes]:
     """Return the storage keys of PROMPT's chunks, in order."""
-    return [cache.storage.keys(block_key.digest, 1)[0] for block_key in cache.block_keys.extend([], PROMPT)]
+    return [block_key.digest for block_key in cache.block_keys.extend([], PROMPT)]
 
 
 def test_a_match_is_priced_for_prefill_and_storage_together():

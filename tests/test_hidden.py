@@ -2,20 +2,27 @@
 
 import random
 import threading
+import weakref
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from unittest.mock import DEFAULT, Mock
 
 import numpy
 import pytest
+import torch
 
+from common import link as links
 from common.link import Transfer
 from common.requests import ClientDisconnected, Request
-from common.store import Storage, StoredChunks
-from shell import cli
+from common.store import Storage
+from shell import chunks, cli
 from shell.backends import in_directories
+from shell.chunks import StoredChunks
 from tests.support import engines
+from tests.support.bits import exact_model, kept_logits, watch
 from tests.support.engines import ORACLE, ask, ask_and_evict, check_pools, draw, evict, wait_until_idle
-from tests.support.faults import faulty
+from tests.support.faults import Shelf, faulty
 from tests.support.serving import eventually
 
 hidden_states = engines.hidden_states
@@ -207,25 +214,60 @@ def test_a_block_is_referenced_while_it_is_written():
     assert not engine.lower_tier.cache.in_flight, "empty lanes are removed"
 
 
-@pytest.mark.parametrize("host, tokens", [(0, 0), (1, 16), (5, 80)])
-def test_stored_blocks_are_found_as_far_as_host_memory_has_room(host, tokens):
-    engine = restart(saved(), host)
-    assert found(engine, PROMPT) == tokens
-    assert ORACLE.judge(ask(engine, PROMPT)) == "equal"
+@pytest.mark.parametrize("kind", [hidden_states.HiddenCache, partial(engines.planned.PlannedCache, plan="RRHHHKKKK")])
+@pytest.mark.parametrize("blocks, budget", [(6, 512), (6, 64), (4, 64), (0, 64)])
+def test_a_text_longer_than_host_memory_comes_back_with_the_same_bits(kind, blocks, budget, tmp_path, monkeypatch):
+    """The text has 28 blocks. Host memory has at most a quarter of them, and so has the memory of a restoration."""
+    model, counts, prompt, live = exact_model(torch.float32, depth=9), Counter(), draw(random.Random(1), 455), [0]
+
+    def allocate(*given):
+        memory = links.host_memory(*given)
+        live.append(live[-1] + memory.nbytes)
+        weakref.finalize(memory.untyped_storage(), lambda size=memory.nbytes: live.append(live[-1] - size))
+        return memory
+
+    monkeypatch.setattr(chunks, "host_memory", allocate)
+    for restarted in False, True:
+        engine = watch(engines.make(cache := kind(blocks, 2e9, engines.chunk_files(tmp_path)), 64, model=model, token_budget=budget), counts)
+        pool = cache.store.pool
+        assert pool.size <= 7
+        for again in False, True:
+            in_host = 16 * len(pool.block_of)
+            with kept_logits():
+                request = ask(engine, prompt, 8)
+            found = dict(cpu=in_host, disk=448 - in_host) if pool.size and (again or restarted) else {}
+            assert request.found == {tier: tokens for tier, tokens in found.items() if tokens}
+            evict(engine)
+        assert engine.counts["drops"] == 2 * (not pool.size)
+        engine.close()
+        assert not engine.counts["writes_dropped"]
+    assert counts["compared"] > 10_000 and not counts["different"]
+    assert max(live) <= max(pool.size * pool.block_bytes, 4 * 28 * 16 * 64 * 4) and live[-1] == 0, "two layers at least"
+
+
+@pytest.mark.parametrize("fault", ["raises", "hangs"])
+def test_a_text_longer_than_host_memory_does_not_wait_for_storage_that_fails(fault, monkeypatch):
+    monkeypatch.setattr("shell.workers.HANG_SECONDS", 0.05)
+    storage, prompt = StoredChunks(Storage(shelf := Shelf())), draw(random.Random(1), 400)
+    engine, cache = engine_for(6, storage)
+    with shelf.broken("set", fault):
+        assert ORACLE.judge(ask(engine, prompt)) == "equal" and engine.counts["drops"] == 1
+    check_pools(engine)
+    assert ORACLE.judge(ask_and_evict(engine, prompt)) == "equal"
 
 
 def test_blocks_are_spread_over_directories_except_a_backlogged_one(tmp_path, monkeypatch):
     paths, prompt = [tmp_path / name for name in "abc"], draw(random.Random(3), 400)
     engine = restart(saved(prompt, in_directories(paths, 0.1)))
-    assert [len(list(path.iterdir())) for path in paths] == [18, 16, 16], "25 blocks of two parts each"
+    assert [len(list(path.iterdir())) for path in paths] == [9, 8, 8], "25 blocks"
     assert ask(engine, prompt, 1).found == {"disk": 384}
-    storage, values = engine.lower_tier.cache.storage, [numpy.zeros(8, "u1")]
+    storage, value = engine.lower_tier.cache.storage, numpy.zeros(8, "u1")
     first, *_ = storage.storages
     monkeypatch.setattr(Storage, "is_backlogged", property(lambda storage: storage is first))
-    assert all(storage.write(bytes([number]) * 32, values) for number in range(4))
+    assert all(storage.write(bytes([number]) * 32, value) for number in range(4))
     monkeypatch.undo()
     monkeypatch.setattr("common.store.BACKLOG", 0)
-    assert not storage.write(bytes([9]) * 32, values), "a write is refused if all directories are backlogged"
+    assert not storage.write(bytes([9]) * 32, value), "a write is refused if all directories are backlogged"
 
 
 @pytest.mark.parametrize("copying", ["rows_to_keep", "step_states"])

@@ -201,10 +201,11 @@ def test_an_arrived_layer_is_projected_before_the_next_one_is_awaited(tmp_path):
     said, project = [], cache.project
     cache.project = lambda layer, *rest: said.append(f"project {layer}") or project(layer, *rest)
 
-    def read(chunks, into, part):
+    def read(chunks, into, label):
         for place in into:
-            place.fill(0)  # the old contents of this memory may be NaN
-        return [Transfer("storage", f"part {part}", 1)]
+            for array in place.arrays:
+                array.fill(0)  # the old contents of this memory may be NaN
+        return [Transfer("storage", label, 1)]
 
     def arrived(restoration, wait):
         if transfer := restoration.awaited:
@@ -216,7 +217,7 @@ def test_an_arrived_layer_is_projected_before_the_next_one_is_awaited(tmp_path):
 
     engine.lower_tier.arrived, cache.storage.read = arrived, read
     ask(engine, PROMPT + [3], 1)
-    assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "part 2", "layer 2"]
+    assert said == ["project 0", "part 0", "layer 1", "project 1", "part 1", "layer 2"]
 
 
 def test_a_wrong_plan_is_refused_in_one_sentence(capsys):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from conftest import ROOT
 
-from common.store import StoredChunks
 from models.classroom.text import Conversation
 from models.classroom.train import HARD
 from shell import checkpoint
+from shell.chunks import StoredChunks
 from tests import real_model
 from tests.support.engines import ask, ask_and_evict, baseline, both_ends, make, offload, planned, tiered
 

@@ -19,7 +19,9 @@ import pytest
 from common import estimates, store
 from common.link import TransferError
 from common.requests import BadRequest, Request
+from common.store import Parts
 from shell import backends, charts, cli
+from shell.chunks import StoredChunks
 from shell.ranks import Ranks
 from shell.workers import Worker
 from tests.support import engines
@@ -43,7 +45,7 @@ def cache_over(kind: str, backend, host: int = 40):
         return cache
     if kind.startswith("tiered"):
         return tiered(host, "both_ends" if "both" in kind else "wait_complete", "write_through", backend)
-    chunks = store.StoredChunks(storage)
+    chunks = StoredChunks(storage)
     if kind == "both":
         return engines.both_ends.BidirectionalCache(chunks, share=0.0)
     made = dict(hidden=engines.hidden_states.HiddenCache, planned=partial(engines.planned.PlannedCache, plan="RHK"))
@@ -67,6 +69,13 @@ def opened(backend):
     storage.open(Worker, {})
     yield storage, [bytes([number]) * 32 for number in range(3)], [numpy.zeros(8, "u1") for _ in range(3)]
     storage.close()
+
+
+def read(backend, keys, size: int, start: int = 0) -> list[bytes | None]:
+    """Return `size` bytes of each value from byte `start` on, or None if they are not there."""
+    buffers, fill = [[bytearray(size // 3), bytearray(size - size // 3)] for _ in keys], store.Storage(backend).get_into
+    there = list(getattr(backend, "get_into", fill)(keys, buffers, [start] * len(keys)))
+    return [b"".join(pieces) if found else None for pieces, found in zip(buffers, there)]
 
 
 # 1. Back ends that fail ------------------------------------------------------------------------
@@ -215,11 +224,48 @@ def test_a_back_end_returns_the_values_that_it_has_stored(url, config, tmp_path)
         backend, (one, two, three, empty) = backends.open_backend(url, config), (digit * 64 for digit in "abcd")
         backend.set([one, two, empty], [b"1" * 100, b"2" * 50, b""])  # a crash may leave an empty file
         assert list(map(bool, backend.exists([one, three, two]))) == [True, False, True]
-        assert backend.get([empty, three, one]) == [b"", None, b"1" * 100] and backend.get([two]) == [b"2" * 50]
+        assert read(backend, [empty, three, one], 100) == [None, None, b"1" * 100] and read(backend, [two], 20, 30) == [b"2" * 20]
+        assert read(backend, [one, two], 80) == [b"1" * 80, None] and read(backend, [one, two], 20, 50) == [b"1" * 20, None]
         with engine_on(backends.open_backend(url, config)) as engine:
             right(engine, prompt := draw(random.Random(0), 200))
             forget(engine)
             assert right(engine, prompt).found == {"storage": 192}
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_run_of_parts_is_read_alone_and_checked_alone(in_files, tmp_path):
+    arrays, into = ([make((3, size), "i4") for size in (1500, 2, 2048)] for make in (numpy.ones, numpy.zeros))
+    with opened(directory(tmp_path) if in_files else Shelf()) as (storage, keys, _):
+        storage.set(keys[:1], [Parts(arrays)]).wait(60)
+        if in_files:
+            with open(storage.backend.path(keys[0].hex()), "r+b") as file:
+                file.seek(1000), file.write(b"damaged")
+        else:
+            storage.backend.pages[keys[0].hex()] = storage.backend.pages[keys[0].hex()].replace(b"\1", b"\2", 1)
+        sizes = [array.nbytes + store.CHECKSUM for array in arrays]
+        storage.get(keys[:1], [Parts(into[1:], sizes[0])]).wait(60)
+        assert [array.all() for array in into] == [False, True, True]
+        turned = numpy.zeros((2048, 3), "i4").T  # not contiguous
+        storage.get(keys[:1], [Parts([turned], sizes[0] + sizes[1])]).wait(60)
+        assert turned.all() and storage.counts["storage_reads"] == 2
+        assert storage.counts["storage_bytes_read"] == 3 * 4 * (2 + 2 * 2048)
+        with pytest.raises(TransferError, match="1 of 1 values are missing or damaged"):
+            storage.get(keys[:1], [Parts(into)]).wait(60)
+
+
+def test_a_checksum_finds_every_changed_bit_and_misplaced_row():
+    rng, contents = random.Random(0), numpy.random.default_rng(0).integers(0, 256, 3 * 4096 + 100, "u1")
+    known, words = store.checksum(b"key", contents), contents[: 3 * 4096].reshape(3, 4096)
+    assert known == store.checksum(b"key", contents.copy()) != store.checksum(b"other", contents)
+    for at in rng.sample(range(len(contents)), 500):
+        contents[at] ^= 1 << at % 8
+        assert store.checksum(b"key", contents) != known
+        contents[at] ^= 1 << at % 8
+    for rows in [1, 0, 2], [0, 2, 1], [0, 0, 2], [0, 1, 1]:
+        assert store.checksum(b"key", numpy.concatenate([words[rows].ravel(), contents[3 * 4096 :]])) != known
+    words[1] = 0  # a sector that was never written
+    assert store.checksum(b"key", contents) != known
+    assert store.checksum(b"key", contents[:-1]) != store.checksum(b"key", contents)
 
 
 # 3. A directory --------------------------------------------------------------------------------
@@ -235,12 +281,12 @@ class Folder:
     def __init__(self, path, processes: int, resolution: int, monkeypatch):
         self.path, self.resolution, self.rng, self.patch = path, resolution, random.Random(resolution), monkeypatch
         self.now, self.locked, self.utime, unlink = time.time_ns(), "", os.utime, backends.Path.unlink
-        (path / f"{KEYS[0]}.page" / "another").mkdir(parents=True)
-        (path / f"{KEYS[1]}.page").symlink_to(f"{KEYS[1]}.page")
-        (path / f"{KEYS[2]}.page").mkdir()
-        for name in "notes.tmp", "book.page", "a" * 64 + ".page.bak", "b" * 63 + ".page":
+        (path / f"{KEYS[0]}.kv" / "another").mkdir(parents=True)
+        (path / f"{KEYS[1]}.kv").symlink_to(f"{KEYS[1]}.kv")
+        (path / f"{KEYS[2]}.kv").mkdir()
+        for name in "notes.tmp", "book.kv", "a" * 64 + ".page.bak", "b" * 63 + ".kv":
             (path / name).write_bytes(bytes(5000))
-        self.foreign, self.files = set(os.listdir(path)), {f"{KEYS[3]}.page.{'0' * 32}.tmp": b"half"}
+        self.foreign, self.files = set(os.listdir(path)), {f"{KEYS[3]}.kv.{'0' * 32}.tmp": b"half"}
         for name, half in self.files.items():  # left by a process that was killed
             (path / name).write_bytes(half)
             os.utime(path / name, (0, 0))
@@ -257,18 +303,18 @@ class Folder:
 
     def write(self, process, disk_fails=False) -> list[str]:
         """Let a process write up to four values; then check which files it has deleted. Returns: the keys."""
-        keys = [key for key in self.rng.sample(KEYS, self.rng.randrange(1, 5)) if f"{key}.page" != self.locked]
+        keys = [key for key in self.rng.sample(KEYS, self.rng.randrange(1, 5)) if f"{key}.kv" != self.locked]
         values = [self.rng.randbytes(self.rng.randrange(50, 150)) for _ in keys]
-        failing = [key for key in keys if disk_fails or (self.path / f"{key}.page" / "another").exists()]
+        failing = [key for key in keys if disk_fails or (self.path / f"{key}.kv" / "another").exists()]
         with pytest.raises(OSError) if failing else nullcontext(), self.patch.context() as patch:
             patch.setattr(os, "replace", Mock(side_effect=OSError(errno.EIO, "broken")) if disk_fails else os.replace)
             process.set(keys, values)
-        written = {f"{key}.page": value for key, value in zip(keys, values) if key not in failing}
+        written = {f"{key}.kv": value for key, value in zip(keys, values) if key not in failing}
         old = [name for name in self.files if name not in (self.locked, *written)]
         gone = [name for name in old if not (self.path / name).exists()]
         assert gone == old[: len(gone)], "the least recently used files are deleted, a chain's tail before its head"
         self.files = {name: value for name, value in self.files.items() if name not in gone} | written
-        self.foreign -= written.keys() | ({f"{KEYS[2]}.page"} if KEYS[2] in keys else set())  # an empty folder
+        self.foreign -= written.keys() | ({f"{KEYS[2]}.kv"} if KEYS[2] in keys else set())  # an empty folder
         self.use(keys)
         size, most = sum(map(len, self.files.values())), self.LIMIT * (1 + 0.1 * (len(self.processes) - 1))
         assert size <= most, "each process looks for files of others after it has written a tenth of the limit"
@@ -277,7 +323,7 @@ class Folder:
 
     def use(self, keys):
         """Move the files of these keys to the end of `files`, the first key last."""
-        for name in [f"{key}.page" for key in reversed(keys)]:
+        for name in [f"{key}.kv" for key in reversed(keys)]:
             if name in self.files and name != self.locked:
                 self.files[name] = self.files.pop(name)
 
@@ -289,12 +335,13 @@ class Folder:
         if kind < 5 or not self.path.exists():
             self.write(process)
         elif kind < 8:
-            values = process.get(keys)
-            assert values == [self.files.get(f"{key}.page") for key in keys]
-            stale = [key for key in process.index.intersection(KEYS) if f"{key}.page" not in self.files]
+            start, size = rng.randrange(50), rng.randrange(1, 80)
+            values, found = read(process, keys, size, start), [self.files.get(f"{key}.kv", b"") for key in keys]
+            assert values == [value[start : start + size] if len(value) >= start + size else None for value in found]
+            stale = [key for key in process.index.intersection(KEYS) if f"{key}.kv" not in self.files]
             assert not stale or None not in values, "a read that finds a file gone looks which others are"
         elif kind < 11:
-            there = [f"{key}.page" in self.files for key in keys]
+            there = [f"{key}.kv" in self.files for key in keys]
             assert process.exists(keys) == there == [key in process.index for key in keys]
             self.use(keys)
         elif kind == 11:
@@ -305,7 +352,7 @@ class Folder:
                 write = lambda: (patch.undo(), written.extend(self.write(process)))  # noqa: E731
                 patch.setattr(os, "scandir", lambda folder: ([*scan(folder)], write())[0])
                 process.files()
-            assert {key for key in written if f"{key}.page" in self.files} <= process.index | known
+            assert {key for key in written if f"{key}.kv" in self.files} <= process.index | known
         elif kind == 13:
             self.write(process, disk_fails=True)
         elif kind == 14:
@@ -351,6 +398,18 @@ def test_a_full_file_system_evicts_files_once_a_minute(tmp_path, monkeypatch, ca
         with pytest.raises(OSError):
             backend.set(KEYS[:1], [bytes(100)])
     assert before - 3 <= len(backend.files()) < before and capsys.readouterr().err.count("No space left") == 1
+
+
+def test_files_of_an_older_version_are_named_once_and_make_room(tmp_path, capsys):
+    for key in KEYS:
+        (tmp_path / f"{key}.page").write_bytes(bytes(100))
+        os.utime(tmp_path / f"{key}.page", (0, 0))
+    backend = directory(tmp_path, 3e-6)
+    assert f"40 files in {tmp_path} have an older format, so the cache starts without them.\n" == capsys.readouterr().err
+    assert not backend.index and not any(backend.exists(KEYS))
+    for key in KEYS[:20]:
+        backend.set([key], [bytes(100)])
+    assert all(backend.exists(KEYS[:20])) and len(list(tmp_path.iterdir())) <= 30, "the old files are deleted first"
 
 
 @pytest.mark.parametrize("limit", [0, -1, 1e-300, math.nan, math.inf, 10**400, True, "4 GB", None], ids=lambda limit: f"{limit}"[:6])
@@ -411,6 +470,19 @@ def test_redis_evicts_the_tail_of_a_chain_before_its_head():
         assert 20 < sum(left) < 80 and left.index(False) > 0.9 * sum(left), "what is left of a chain is its beginning"
 
 
+def test_a_value_above_a_power_of_two_takes_no_quarter_more():
+    values = [bytes(size) for size in (1 << 20, (1 << 21) + 4, (1 << 21) - 3, (1 << 21) - 64, (3 << 19) - 64, 100)]
+    with redis_server() as url:
+        client = (backend := backends.open_backend(url)).client
+        backend.set(KEYS[: len(values)], values)
+        assert backend.get(KEYS[: len(values)]) == values
+        for key, value in zip(KEYS, values):
+            used = sum(client.memory_usage(name) or 0 for name in (f"kv:{key}", f"kv:{key}+"))
+            assert used < 1.02 * len(value) + 300
+            whole, end = (client.execute_command("PEXPIRETIME", name) for name in (f"kv:{key}", f"kv:{key}+"))
+            assert end in (whole, -2), "both parts expire at the same time"
+
+
 @pytest.mark.parametrize("kind", ["tiered", "ranked"])
 def test_the_tail_of_a_chain_expires_before_its_head(kind):
     with redis_server() as url:
@@ -457,11 +529,11 @@ def test_the_timeout_of_redis_limits_a_whole_answer_and_grows_with_its_bytes(par
         backend.client.connection_pool.connection_kwargs["parser_class"] = getattr(redis._parsers, parser)
         return backend
 
-    value, head = bytes(8_000_000), b"*1\r\n$1000\r\n"
-    with slow_redis(0, [head, *[b"x"] * 1000, b"\r\n"], 0.01) as url, pytest.raises(redis.TimeoutError):
+    value, head = bytes(8_000_000), b"*2\r\n$1000\r\n"
+    with slow_redis(0, [head, *[b"x"] * 1000, b"\r\n$-1\r\n"], 0.01) as url, pytest.raises(redis.TimeoutError):
         opened(url).get(KEYS[:1])  # 10 s of bytes that come one by one
     with slow_redis(len(value), [b"+OK\r\n"], 0.3) as url:
         assert opened(url).client.mset({"key": value})
     monkeypatch.setattr(backends, "SLOWEST", 10.0)
-    with slow_redis(0, [head, *[b"x" * 250] * 4, b"\r\n"], 0.1) as url:
+    with slow_redis(0, [head, *[b"x" * 250] * 4, b"\r\n$-1\r\n"], 0.1) as url:
         assert opened(url).get(KEYS[:1]) == [b"x" * 1000]

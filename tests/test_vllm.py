@@ -33,10 +33,10 @@ for line in sys.stdin:
 GATE = """
 import os, shell.backends, time
 class Gate(shell.backends.Directory):
-    def get(self, keys):
+    def get_into(self, *given):
         while os.path.exists("shut"):
             time.sleep(0.01)
-        return super().get(keys)
+        return super().get_into(*given)
 """
 
 
@@ -153,7 +153,7 @@ def test_vllm_restores_lost_blocks_from_storage(tmp_path):
     (tmp_path / "gate.py").write_text(GATE)
     with peer(tmp_path, url="gate:Gate", config=dict(url="file:pages"), patience=0.5) as second:
         assert ask(second, PROMPTS) == right, "another process restores the blocks"
-        pages = [*tmp_path.glob("pages/*.page")]
+        pages = [*tmp_path.glob("pages/*.kv")]
         for damaged in pages, pages[::2]:
             for page in damaged:
                 page.write_bytes(page.read_bytes()[:-1])

@@ -15,10 +15,11 @@ from common.estimates import Estimates
 from common.llama import Llama, LlamaConfig
 from common.requests import Request
 from common.restoring import Restorer
-from common.store import Storage, StoredChunks
+from common.store import Storage
 from examples import both_ends as three_tiers
 from shell import checkpoint
 from shell.backends import in_directories, open_backend
+from shell.chunks import StoredChunks
 from shell.families import FamilyConfig, layer_of
 from shell.linear import speed_up
 from shell.machine import machine_of
