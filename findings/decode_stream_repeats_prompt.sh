@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# tokenizers 0.23.3: a DecodeStream that goes on behind a prompt writes the whole prompt again if the prompt's
-# last token ends inside a character, and it never gives the end of a text that stops there.
+# tokenizers 0.23.3: a DecodeStream that goes on behind a prompt writes the whole prompt again if the
+# prompt's last token ends inside a character, and it never gives the end of a text that stops there.
 #
 # Expected: `DecodeStream(ids=prompt)` gives the text of the new tokens alone, wherever the prompt ends, and
 # the pieces of a stream add up to `decode` of its tokens.
-# Seen: behind a prompt that was cut after two of an emoji's four bytes (by a token limit, or by the pages of a
-# cache) the first piece begins with the prompt. A text that ends inside a character, or with U+FFFD itself,
-# lacks that end, and the stream has no call that would flush it.
+# Seen: behind a prompt that was cut after two of an emoji's four bytes (by a token limit, or by the pages
+# of a cache) the first piece begins with the prompt. A text that ends inside a character, or with U+FFFD
+# itself, lacks that end, and the stream has no call that would flush it.
 #
 #     prompt ends before the emoji: '🌞 today'
 #     prompt ends inside the emoji: 'The weather is fine. 🌞 today'

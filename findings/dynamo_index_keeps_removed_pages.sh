@@ -2,12 +2,12 @@
 # ai-dynamo-runtime 1.6.1: the router's index of cached blocks refuses the events of a second worker whose
 # engine names the same tokens by other hashes.
 #
-# Expected: an event names a worker, so RadixTree looks a block up under that worker's own hash. The hashes are
-# the engine's (vLLM begins them with a random number per process, unless PYTHONHASHSEED is set), and the tree
-# itself is walked by hashes of tokens.
-# Seen: a block remembers the hash of the worker that stored it first. The second worker's blocks are counted,
-# but its removals fail ("Failed to find block"), and the index goes on to promise four blocks that are gone.
-# A block that follows its own stored blocks is refused as well ("Failed to find parent block").
+# Expected: an event names a worker, so RadixTree looks a block up under that worker's own hash. The hashes
+# are the engine's (vLLM begins them with a random number per process, unless PYTHONHASHSEED is set), and
+# the tree itself is walked by hashes of tokens.
+# Seen: a block remembers the hash of the worker that stored it first. The second worker's blocks are
+# counted, but its removals fail ("Failed to find block"), and the index goes on to promise four blocks that
+# are gone. A block that follows its own stored blocks is refused as well ("Failed to find parent block").
 #
 #     same hashes:  stored {1: 4, 2: 4}, worker 2 removed all: {1: 4}
 #     other hashes: stored {1: 4, 2: 4}, worker 2 removed all: {1: 4, 2: 4}
