@@ -128,7 +128,8 @@ class Writer:
     but they may be part of a stop string.
 
     `stop`: a stop string or several. `before`: the tokens that the answer continues. They are decoded as
-    context, because a tokenizer drops the space at the beginning of a text."""
+    context, because a tokenizer drops the space at the beginning of a text. They may end inside a character:
+    if the answer completes it, the character belongs to the answer."""
 
     def __init__(self, tokenizer, stop: str | list[str] = (), before: list[int] = ()):
         self.tokenizer = tokenizer.backend_tokenizer
@@ -136,8 +137,13 @@ class Writer:
         self.special = {number: token.content for number, token in added if token.special}
         self.stop = [stop] if isinstance(stop, str) else list(stop)
         self.before = self.context = list(before[-16:])         # decoded before each new token
-        self.decoded = len(self.tokenizer.decode(self.context))     # characters that are not new
+        text = self.tokenizer.decode(self.context)
+        self.decoded = len(text.rstrip("\ufffd"))      # characters that are not new
+        self.broken = text[self.decoded:]               # what `before` shows of an incomplete last character
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in self.before:
+            byte = BYTE.fullmatch(self.tokenizer.id_to_token(token) or "")
+            self.utf8.decode(bytes.fromhex(byte[1]) if byte else b"", final=not byte)
         self.held, self.visible = "", []        # held back, and which characters are visible
         self.text, self.stopped = "", False
 
@@ -149,10 +155,11 @@ class Writer:
             self.context = [*self.context, token]
             whole = self.tokenizer.decode(self.context)
             certain = whole.rstrip("\ufffd")
-            text, is_open = self.utf8.decode(b"", final=True) + certain[self.decoded:], certain != whole
+            broken, text = self.utf8.decode(b"", final=True), certain[self.decoded:]
+            text, is_open = text.removeprefix(self.broken) if self.broken else broken + text, certain != whole
             self.decoded = max(self.decoded, len(certain))
         if not is_open:
-            self.context, self.decoded = [token], len(self.tokenizer.decode([token]))
+            self.context, self.decoded, self.broken = [token], len(self.tokenizer.decode([token])), ""
         return text
 
     def push(self, token: int, is_end: bool = False) -> str:
