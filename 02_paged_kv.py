@@ -190,7 +190,7 @@ class Batch:
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]], same_bits: bool = False):
         """`work`: (request, count) pairs: each request computes its next `count` tokens. `same_bits`: a
-        row must have the same bits alone and in a batch (--same-bits)."""
+        token's numbers must have the same bits, whether it is computed alone or in a batch."""
         self.pool, self.same_bits, device = pool, same_bits, pool.memory.device
         self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].next))  # requests of one token first
         most = PAD_LIMIT[device.type] * len(pool.memory) * pool.block_size // pool.block_bytes  # tokens
@@ -482,7 +482,7 @@ class Engine(RequestQueue):
         self.release(request)
         request.readmitted = True
         self.waiting.appendleft(request)
-        self.wake.set()  # if no other request can compute, admit it in the next step without sleeping
+        self.wake.set()  # so that the next step does not sleep before it admits the request
         self.lower_tier.submitted(request)
 
     # Forward pass

@@ -643,8 +643,8 @@ def make_engine(model, arguments, kind=HiddenCache) -> paged.Engine:
     engine = paged.make_engine(model, arguments, restorer(model, cache, arguments.always_restore))
     words = f"{blocks} blocks of {size} tokens, {blocks * block_bytes / 1e6:.1f} MB"
     print(f"Host: {words}, over a {cache.load_link}", file=sys.stderr)
-    times = config.hidden_size * config.num_hidden_layers / config.kv_numbers_per_token
-    if times >= 1:
+    if config.hidden_size * config.num_hidden_layers >= config.kv_numbers_per_token:
+        times = block_bytes / (size * config.kv_numbers_per_token * model.dtype.itemsize)
         words = f"Query heads share KV heads here: hidden states are {times:.1f} times as large as K and V,"
         print(f"{words} and chapter 03 is the better choice.", file=sys.stderr)
     return engine

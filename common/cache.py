@@ -28,7 +28,7 @@ class Match:
     blocks: list  # where the tokens are; only the Cache itself reads this
     found: dict[str, int]  # tier (a key of Request.found) -> tokens that come from it
     rows: int = 0  # tokens per layer for which `restore` computes K and V; 0: it only copies
-    # If the tokens were computed instead: the part of each step (0 to 1) that this request would get
+    # If the tokens were computed instead: this request's share of each step's time (1.0: all of it)
     share: float = 1.0
 
 
@@ -53,12 +53,12 @@ class Restoration:
     awaited: Transfer | None = None  # what the generator yielded last, until it is complete
     completed: list[Transfer] = field(default_factory=list)  # transfers that it awaited earlier
 
-    computes = False  # True: steps compute some tokens while the Cache restores others; no step waits
+    computes = False  # True: steps compute some of [start, end) while the Cache restores the others
     keeps_part = False  # whether the leading tokens that have arrived are kept if the rest fails
 
     @property
     def restored(self) -> int:
-        """Number of tokens that the Cache, and not the engine, has brought back. Read it after the end."""
+        """Number of tokens that the Cache, and not the engine, has brought back. Valid once it has ended."""
         return self.end - self.start
 
 
@@ -77,7 +77,7 @@ class Cache:
         A chapter's own `attach` calls super().attach first. Then it opens its links. If it measures their
         speed here, no request waits for the measurement."""
         self.engine, self.model, self.pool = engine, engine.model, engine.pool
-        self.in_flight = defaultdict(deque)  # lane -> (transfers, (pool, blocks) pairs, then)
+        self.in_flight = defaultdict(deque)  # lane -> what `hold` has added
         self.counts = engine.counts  # counters for /health
         self.estimates = engine.lower_tier.estimates  # speeds of this machine
 
@@ -102,7 +102,8 @@ class Cache:
         The driver resumes the generator, and may close it at any yield. The blocks of a copy must stay
         referenced until the copy completes, even if the generator is closed first. Therefore, call `hold`
         after starting a copy and before the next yield. A generator that has allocated the blocks owns a
-        reference already. It can hand this one over in a `finally` clause: `hold(..., given=...)`."""
+        reference already. It can give this one to `hold` (`given=`) in a `finally` clause, which runs even if
+        the driver closes the generator."""
         yield from ()
 
     def save(self, batch: "Batch"):  # noqa: F821
@@ -118,7 +119,7 @@ class Cache:
     def hold(self, lane: str, transfers: list, *held, given: tuple = (), then: object = lambda arrived: None):
         """Keep blocks referenced until all `transfers` are complete, even if the request ends first.
 
-        `lane`: any name. Blocks with the same name are released in the order of these calls. `held`: (pool,
+        `lane`: any name. In one lane, blocks are released in the order of these calls. `held`: (pool,
         blocks) pairs that get one more reference. `given`: pairs whose reference the caller hands over.
         `then(arrived)`: called by `poll` when all transfers are complete; `arrived` is False if one of them
         failed."""
@@ -170,7 +171,7 @@ class Cache:
         """Return True to keep the request queued, for example while its tokens are prefetched. Called at
         admission, before the request gets blocks.
 
-        By default, a request waits while `hold` has transfers under the name "ask " and the request's id."""
+        By default, request 7 waits while the lane "ask 7" has transfers."""
         return bool(self.in_flight.get(f"ask {request.id}"))
 
     def save_layer(self, layer: int, hidden: torch.Tensor, batch: "Batch"):  # noqa: F821

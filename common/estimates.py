@@ -2,8 +2,8 @@
 
 Speeds are measured once, before the first request. Afterwards they are learned from what the engine does.
 Noise only ever makes a sample slower, so the fastest of the last eight samples counts. A sample expires after
-a minute, so a wrong one does not stay: a link is then measured again, and prefill counts as it did at the
-start."""
+a minute, so a wrong one does not stay: a link is then measured again, and for prefill the speed
+at the start is used again."""
 
 from common.cache import Match
 from common.link import Speed

@@ -142,7 +142,7 @@ class BlockPairs:
     def __init__(self, to, at, apart=False):
         """`to`, `at`: block numbers. `apart`: the caller promises to make one copy per layer, and to use
         no layer's blocks until that layer's copy is complete. So only the first copy waits for work that is
-        already queued."""
+        queued, and the others follow it."""
         self.to, self.at, self.apart, self.ordered = to, at, apart, False
         self.runs, self.sides = runs(to, at), None  # `sides`: set by shell/copy_kernels.py
 
@@ -150,7 +150,7 @@ class BlockPairs:
 def runs(to, at) -> list[tuple[int, int, int]]:
     """Group pairs whose blocks are adjacent on both sides.
 
-    The caller must pass two lists of one length. Returns: (to, at, count) of each group."""
+    `to` and `at` must have the same length. Returns: (to, at, count) of each group."""
     to, at = numpy.asarray(to), numpy.asarray(at)
     breaks = numpy.flatnonzero((numpy.diff(to) != 1) | (numpy.diff(at) != 1)) + 1
     edges = [0, *breaks.tolist(), len(to)]

@@ -137,13 +137,15 @@ class Layer(nn.Module):
 
 # Why a row can have the same bits alone and in a batch: PyTorch's attention on a CPU sums over the keys in
 # blocks of KEYS, from the first key on, and a masked key adds exactly 0. If the last block (of keys, or of
-# rows) has an unusual length, the order may differ. Padded to a usual length, a row depends on no other row.
+# rows) has another length, the order may differ. Padded by `whole_blocks`, a row depends on no other row.
 KEYS, ROWS = 512, 4
 
 
 def whole_blocks(keys: int) -> int:
-    """-> `keys` rounded up to a number that is summed in the same order as whole blocks: a multiple of 32, of
-    which the last block has up to 192 keys, or 384 or more. (Between the two the kernel sums two halves.)"""
+    """-> `keys` rounded up to a number of keys that is summed in the same order as whole blocks.
+
+    It is a multiple of 32. If the last block then has more than 192 and fewer than 384 keys, it gets 384,
+    because the kernel would sum such a block in two halves."""
     keys += -keys % 32
     return keys + 384 - keys % KEYS if 192 < keys % KEYS < 384 else keys
 
@@ -158,7 +160,7 @@ def attention(q, k, v, mask):
     if mask is not None and (more := mask.shape[-1] - k.shape[-3]):
         k, v = (torch.cat((side, side.new_zeros(more, *side.shape[1:]))) for side in (k, v))
     if alone := k.ndim == 4 or len(q) == 1:
-        # The query heads that share a KV head are queries of one row
+        # Pass the query heads that share a KV head as several queries of one head
         shape = len(q), -1, *k.shape[-2:]
         k, v = (side.reshape(shape).transpose(1, 2) for side in (k, v))          # [T, KVH, S, hd] each
         rows = q.unflatten(1, (k.shape[1], -1))                                  # [T, KVH, H/KVH, hd]

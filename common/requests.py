@@ -91,8 +91,8 @@ class Request:
     table: list[int] = field(default_factory=list)              # its blocks, in token order
     chain: list = field(default_factory=list)                   # the BlockKeys of its full blocks
     computed: int = 0              # number of leading tokens whose K and V are in its blocks
-    next: int = field(init=False)  # first token that the next step computes; later than `computed` while
-                                   # the tokens between the two are being restored
+    next: int = field(init=False)  # index of the first token that the next step computes: `computed`, or
+                                   # during a restoration the token after the restored ones
     portion: float = math.inf      # limit that a restoration sets on the next step's tokens
     registered: int = 0            # number of leading blocks whose keys are in the pool's index
     restoration: "Restoration | None" = None  # noqa: F821  # the restoration that is under way
@@ -217,7 +217,7 @@ class RequestQueue:
         self.running: list[Request] = []                        # oldest first
         self.completed: deque[Request] = deque(maxlen=8)        # the latest, for the page
         self.counts = Counter(requests=0, finished=0, cancelled=0, failed=0, gpu_hits=0, misses=0)
-        # Called with each contained exception. It may raise the exception again
+        # Called with each exception that `contain` catches. It may raise the exception again
         self.on_error = lambda error: None
 
     def fit(self, request: Request):

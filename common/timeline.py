@@ -63,7 +63,8 @@ class Timeline:
     """The spans of one request."""
     began: float = field(default_factory=time.perf_counter)
     spans: list[Span] = field(default_factory=list)
-    # How a chapter restored the tokens: {"title", "rows": [[label, letters]], "legend": {letter: words}}
+    # A picture of how a chapter restored the tokens. Each row has a letter per layer or token:
+    # {"title", "rows": [[label, letters]], "legend": {letter: words}}
     plan: dict | None = None
 
     def add(self, lane: str, label: str, start: float, end: float, idle: tuple = ()):
