@@ -62,9 +62,9 @@ class BlockPool:
                            referenced <---share--- cached
         free <-----------------------------evict-- cached
 
-    A block is an int; `memory`, if any, has its contents. Block tables reference blocks, and so do unfinished
-    copies. Cached blocks are evicted in the order in which their keys were last used.
-    `block_of` has this order: the least recently used key comes first."""
+    A block is an int; `memory`, if any, has its contents. Block tables reference blocks, and so does a
+    copy to or from another memory until it is complete. Cached blocks are evicted in the order in which their
+    keys were last used. `block_of` has this order: the least recently used key comes first."""
 
     def __init__(self, blocks: int, block_size: int, memory: torch.Tensor | None = None):
         """`blocks`: number of blocks, of `block_size` tokens each. `memory`: their contents, or None."""
@@ -288,7 +288,7 @@ class Runner:
         """Compute the next tokens of each request in `work`, a list of (request, tokens) pairs.
 
         `before_layer(index, hidden, batch)` is called before each layer. Returns: the Batch, and logits
-        [R, V]. There is a row for each request of `batch.work` whose last token is computed in this step."""
+        [R, V]. There is a row for each request that has no token left to compute: for its next token."""
         batch = Batch(self.pool, work, self.model.same_bits)
         hidden = self.compute(batch, len(self.model.layers), before_layer)
         return batch, self.model.logits(hidden[batch.last_rows])  # [R, V]
@@ -462,8 +462,8 @@ class Engine(RequestQueue):
     def append_block(self, request: Request) -> bool:
         """Give the request one more block. If none is available, preempt the newest running request first.
 
-        Returns: False if there is still no block. Either this request was itself the newest and is preempted,
-        or copies still reference the blocks of the newest one."""
+        Returns: False if there is still no block. Either this request was the newest and is preempted, or
+        the newest is preempted, but copies still reference its blocks."""
         if not self.pool.available:
             newest = self.running[-1]
             self.counts["preemptions"] += 1
@@ -482,7 +482,7 @@ class Engine(RequestQueue):
         self.release(request)
         request.readmitted = True
         self.waiting.appendleft(request)
-        self.wake.set()  # so that the next step does not sleep before it admits the request
+        self.wake.set()  # so that this step does not sleep, and the next one can admit the request
         self.lower_tier.submitted(request)
 
     # Forward pass
@@ -508,7 +508,7 @@ class Engine(RequestQueue):
             self.counts["steps"] += 1
             self.record_step(batch, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
         for request, token, row in zip(requests, tokens, logits):
-            # If a row is NaN, only its request ends. The others are computed again in the next step
+            # After a NaN only its request gets an answer. The step is not recorded, so the others repeat it
             if -1 not in tokens or token == -1:
                 with self.contain(request):
                     self.answer(request, token, row)
@@ -620,8 +620,8 @@ def demo(model, frontend: Frontend, arguments):
     title = f"\nThroughput of 4 to {many} questions, {new} tokens per answer"
     rows += lesson.table(title, lesson.in_turn(ways), "tokens_per_second", "tokens/s")
     print(f"\nThe last of the {many} requests (p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n")
-    print("With one request at a time, blocks save memory but no time. A prefix that the pool has evicted\n"
-          "must be computed again. Where else could it have been kept? See chapter 03.")
+    print("Blocks alone save memory, and no time; shared prefixes and batches do. A prefix that the pool\n"
+          "has evicted must be computed again. Where else could it have been kept? See chapter 03.")
     report = dict(link=None, verified=verified, rows=rows, counters=charts.counters(engine))
     return report, [asked[-1].timeline]
 

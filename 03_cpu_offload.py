@@ -12,9 +12,9 @@ copy replaces the forward pass over the prefix.
 If other requests can compute while the blocks are copied, they do, and this request joins them when all of
 its layers have arrived. If none can, the forward pass of the new question starts at once and follows the
 copies: layer l is computed while layer l + 1 is copied. The time to first token (TTFT) is then nearly the
-longer of the two times, copying or computing. One layer's share of the shorter time is added: if
-copying takes longer, the last layer is computed after the last copy; if computing takes longer, it starts
-after the first copy. Without the overlap the TTFT would be the sum of both times:
+longer of the two times, copying or computing. One layer of the shorter one is added, which
+overlaps with nothing. If copying takes longer, this is computing the last layer. If computing takes longer,
+it is copying the first one. Without the overlap the TTFT would be the sum of both times:
 
     TTFT = max(link, compute) + min(link, compute) / layers
 
@@ -80,7 +80,8 @@ class HostCache(Cache):
     def attach(self, engine):
         super().attach(engine)
         memory, bandwidth, wake = self.pool.memory, self.bandwidth, engine.wake.set
-        # Without a GPU, threads copy. `beside`: this model leaves them a core. `background`: at low priority
+        # Without a GPU, threads copy. `beside`: while they do, this model computes with a core less.
+        # `background`: these copies have a low priority
         self.load_link = hardware.connect("load", engine.clock, bandwidth, wake, beside=self.model)
         self.save_link = hardware.connect("save", engine.clock, bandwidth, wake, background=True)
         shape = len(memory), self.blocks, 2, *memory.shape[3:]  # [L, blocks, 2, block_size, KVH, hd]
@@ -107,8 +108,8 @@ class HostCache(Cache):
                 transfer.cancel()
 
     def save(self, batch):
-        """Start to copy each request's full blocks that host memory lacks. If this would evict the
-        request's own blocks, try again after its next step, when there may be room."""
+        """Start to copy each request's full blocks that host memory lacks. If this would evict other
+        host blocks of the request, try again after its next step."""
         for request, _ in batch.work:
             full = request.registered
             if self.saved.get(request) != full and request.options.get("offload_after", True):
@@ -165,7 +166,7 @@ class HostCache(Cache):
         return fits
 
     def kept_for(self, request):
-        """-> the block keys that must not be evicted to save blocks of this request: its own."""
+        """-> the keys whose host blocks stay when room is made for this request: its own."""
         return request.chain
 
     def copy_out(self, blocks: list[int], host_blocks: list[int]) -> links.Transfer:

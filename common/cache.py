@@ -28,7 +28,7 @@ class Match:
     blocks: list  # where the tokens are; only the Cache itself reads this
     found: dict[str, int]  # tier (a key of Request.found) -> tokens that come from it
     rows: int = 0  # tokens per layer for which `restore` computes K and V; 0: it only copies
-    # If the tokens were computed instead: this request's share of each step's time (1.0: all of it)
+    # Part of each step that this request would get if its tokens were computed (1.0: all of it)
     share: float = 1.0
 
 
@@ -89,8 +89,8 @@ class Cache:
         Returns: a Match of tokens that follow `request.computed` (which may lie inside a block), or None. All
         tokens that `restore` would load must be available now: their copies or writes into this tier must
         have completed. They need no reference yet, because the engine evicts nothing between this call and
-        the first `yield` of `restore`. Only `restore` itself could evict them, by allocating blocks. Then it
-        must reference them first."""
+        the first `yield` of `restore`. Only `restore` itself could evict them, by allocating blocks.
+        So it must add a reference before it allocates."""
 
     def restore(self, request: Request, restoration: Restoration, match: Match):
         """Bring tokens [restoration.start, restoration.end) into the blocks of `request.table`.
@@ -102,8 +102,8 @@ class Cache:
         The driver resumes the generator, and may close it at any yield. The blocks of a copy must stay
         referenced until the copy completes, even if the generator is closed first. Therefore, call `hold`
         after starting a copy and before the next yield. A generator that has allocated the blocks owns a
-        reference already. It can give this one to `hold` (`given=`) in a `finally` clause, which runs even if
-        the driver closes the generator."""
+        reference already. It gives this one to `hold` (`given=`), in a `finally` clause, which also runs if
+        the generator is closed."""
         yield from ()
 
     def save(self, batch: "Batch"):  # noqa: F821
@@ -161,7 +161,7 @@ class Cache:
     fields: dict = {}  # request options that this chapter adds: name -> (test, words for a valid value)
     pools: dict = {}  # name -> BlockPool: for the web page, and for marking blocks as used
     restoration_class = Restoration
-    agree = bool  # agree(fact): whether the fact holds on all ranks, if several processes run one engine
+    agree = bool  # agree(fact) -> whether it is true on all ranks; in a single process, bool(fact)
 
     def submitted(self, request: Request):
         """Start a prefetch, or look up what storage has. Called when a request is queued or re-queued. By

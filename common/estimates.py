@@ -55,8 +55,8 @@ class Estimates:
         """Learn the prefill speed from a step that took `seconds`, waits excluded.
 
         `work`: the step's (request, tokens) pairs; each request's `computed` includes these tokens already.
-        A step with few rows, or with a request that is being restored, runs slower than ordinary prefill.
-        Such a step counts only if it was faster than the speed known so far."""
+        A step with few rows, or with a request that is being restored, is mostly slower than ordinary
+        prefill. It counts only if it was faster than the speed known so far."""
         spans = [(request.computed - count, request.computed) for request, count in work]
         speed = sum(self.machine.flops(*span) for span in spans) / max(seconds, 1e-9)
         alone = not any(request.restoration for request, _ in work)

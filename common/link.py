@@ -6,7 +6,8 @@
 
 A copy starts only after the device has completed all work that was queued before the copy. Therefore a load
 cannot overwrite blocks that earlier work still reads, and a save copies the values that earlier work writes.
-If several copies use one `BlockPairs` object with `apart=True`, only the first of them waits for this work.
+If several copies use one `BlockPairs` object with `apart=True`, only the first waits for this work, and the
+others come after it.
 
 The caller must not reuse the memory that a transfer reads or writes before the transfer is `ready`.
 `Cache.hold` keeps the blocks referenced until then.
@@ -141,8 +142,8 @@ class BlockPairs:
 
     def __init__(self, to, at, apart=False):
         """`to`, `at`: block numbers. `apart`: the caller promises to make one copy per layer, and to use
-        no layer's blocks until that layer's copy is complete. So only the first copy waits for work that is
-        queued, and the others follow it."""
+        no layer's blocks until that layer's copy is complete. Then work that is queued after the
+        first copy does not concern the later ones, so only the first copy waits for queued work."""
         self.to, self.at, self.apart, self.ordered = to, at, apart, False
         self.runs, self.sides = runs(to, at), None  # `sides`: set by shell/copy_kernels.py
 

@@ -136,16 +136,17 @@ class Layer(nn.Module):
 
 
 # Why a row can have the same bits alone and in a batch: PyTorch's attention on a CPU sums over the keys in
-# blocks of KEYS, from the first key on, and a masked key adds exactly 0. If the last block (of keys, or of
-# rows) has another length, the order may differ. Padded by `whole_blocks`, a row depends on no other row.
+# blocks of KEYS, from the first key on, and a masked key adds exactly 0. It takes rows in groups of ROWS. A
+# shorter last block or group may be summed in another order. So `whole_blocks` pads the keys, and rows are
+# padded to a multiple of ROWS: then no other row matters.
 KEYS, ROWS = 512, 4
 
 
 def whole_blocks(keys: int) -> int:
-    """-> `keys` rounded up to a number of keys that is summed in the same order as whole blocks.
+    """-> `keys` rounded up so that the kernel sums over them in the same order as over full blocks.
 
-    It is a multiple of 32. If the last block then has more than 192 and fewer than 384 keys, it gets 384,
-    because the kernel would sum such a block in two halves."""
+    First it is rounded up to a multiple of 32. The kernel would sum a last block of 193 to 383 keys in two
+    halves. So such a block gets 384 keys, which are not halved."""
     keys += -keys % 32
     return keys + 384 - keys % KEYS if 192 < keys % KEYS < 384 else keys
 
@@ -176,9 +177,8 @@ def attention(q, k, v, mask):
 def causal_mask(count: int, end: int, device, dtype, same_bits: bool = False):
     """Return the mask [rows, S] of the last `count` of `end` tokens. On a CPU it is padded.
 
-    It is 0 up to a row's own position, and minus infinity after it. Returns None if no mask is needed: a
-    single row attends to everything (without `same_bits`), and attention over a whole sequence is causal by
-    default."""
+    It is 0 up to a row's own position, and minus infinity after it. Returns None if no mask is needed:
+    for a whole sequence, if it needs no padding, and for a single row without `same_bits`."""
     on_cpu = device.type == "cpu"
     rows, wide = (count + -count % ROWS if count > 1 else 1, whole_blocks(end)) if on_cpu else (count, end)
     if count == end == wide or count == 1 and not (same_bits and on_cpu):

@@ -93,7 +93,7 @@ class Request:
     computed: int = 0              # number of leading tokens whose K and V are in its blocks
     next: int = field(init=False)  # index of the first token that the next step computes: `computed`, or
                                    # during a restoration the token after the restored ones
-    portion: float = math.inf      # limit that a restoration sets on the next step's tokens
+    portion: float = math.inf      # most tokens for the next step, if its restoration limits them
     registered: int = 0            # number of leading blocks whose keys are in the pool's index
     restoration: "Restoration | None" = None  # noqa: F821  # the restoration that is under way
     readmitted: bool = False       # it was preempted, or its restoration failed
@@ -210,7 +210,7 @@ class RequestQueue:
     def __init__(self, capacity: int | None = None):
         """`capacity`: the most tokens that one request may take, answer included; None: no limit."""
         self.capacity = capacity   # tokens
-        # (request, None): add; (request, error): cancel; (None, None): a worker's job has ended
+        # (request, None): add; (request, error): cancel; (None, None): only interrupts the pass
         self.arrivals: deque[tuple[Request | None, Exception | None]] = deque()
         self.wake = threading.Event()                           # set by an arrival or a completed transfer
         self.waiting: deque[Request] = deque()                  # first come, first served

@@ -215,8 +215,8 @@ class Restorer:
         """Remove the restoration from its request, and count the restored tokens. Blocks stay referenced
         until their copies complete (`Cache.hold`).
 
-        If a forward pass followed the copies, this is called after the pass, when the request has its first
-        token."""
+        If the forward pass waited for the copies, layer by layer, this is called in the step after it, when
+        the request has its first token."""
         restoration, request.restoration, request.portion = request.restoration, None, math.inf
         self.stop(restoration)
         if request.computed >= restoration.end and (restored := restoration.restored):
