@@ -288,7 +288,7 @@ class Runner:
         """Compute the next tokens of each request in `work`, a list of (request, tokens) pairs.
 
         `before_layer(index, hidden, batch)` is called before each layer. Returns: the Batch, and logits
-        [R, V]. There is a row for each request that has no token left to compute: for its next token."""
+        [R, V]. A request has a row if this pass computes the last of its tokens."""
         batch = Batch(self.pool, work, self.model.same_bits)
         hidden = self.compute(batch, len(self.model.layers), before_layer)
         return batch, self.model.logits(hidden[batch.last_rows])  # [R, V]
@@ -508,7 +508,7 @@ class Engine(RequestQueue):
             self.counts["steps"] += 1
             self.record_step(batch, self.clock.seconds(began), self.clock.seconds(self.clock.mark()))
         for request, token, row in zip(requests, tokens, logits):
-            # After a NaN only its request gets an answer. The step is not recorded, so the others repeat it
+            # A request with a NaN fails here. The step is not recorded, so the others repeat it
             if -1 not in tokens or token == -1:
                 with self.contain(request):
                     self.answer(request, token, row)
@@ -620,8 +620,8 @@ def demo(model, frontend: Frontend, arguments):
     title = f"\nThroughput of 4 to {many} questions, {new} tokens per answer"
     rows += lesson.table(title, lesson.in_turn(ways), "tokens_per_second", "tokens/s")
     print(f"\nThe last of the {many} requests (p: prefill, d: decode)\n{charts.chart(asked[-1].timeline)}\n")
-    print("Blocks alone save memory, and no time; shared prefixes and batches do. A prefix that the pool\n"
-          "has evicted must be computed again. Where else could it have been kept? See chapter 03.")
+    print("Blocks alone save only memory. Shared prefixes and batches also save time. A prefix that the\n"
+          "pool has evicted must be computed again. Where else could it have been kept? See chapter 03.")
     report = dict(link=None, verified=verified, rows=rows, counters=charts.counters(engine))
     return report, [asked[-1].timeline]
 

@@ -80,7 +80,7 @@ class HostCache(Cache):
     def attach(self, engine):
         super().attach(engine)
         memory, bandwidth, wake = self.pool.memory, self.bandwidth, engine.wake.set
-        # Without a GPU, threads copy. `beside`: while they do, this model computes with a core less.
+        # Without a GPU, threads copy. `beside`: the model that uses one core less while a thread copies.
         # `background`: these copies have a low priority
         self.load_link = hardware.connect("load", engine.clock, bandwidth, wake, beside=self.model)
         self.save_link = hardware.connect("save", engine.clock, bandwidth, wake, background=True)

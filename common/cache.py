@@ -28,7 +28,7 @@ class Match:
     blocks: list  # where the tokens are; only the Cache itself reads this
     found: dict[str, int]  # tier (a key of Request.found) -> tokens that come from it
     rows: int = 0  # tokens per layer for which `restore` computes K and V; 0: it only copies
-    # Part of each step that this request would get if its tokens were computed (1.0: all of it)
+    # If its tokens were computed: the part of each step's time that this request would get (1.0: all)
     share: float = 1.0
 
 
@@ -101,9 +101,9 @@ class Cache:
 
         The driver resumes the generator, and may close it at any yield. The blocks of a copy must stay
         referenced until the copy completes, even if the generator is closed first. Therefore, call `hold`
-        after starting a copy and before the next yield. A generator that has allocated the blocks owns a
-        reference already. It gives this one to `hold` (`given=`), in a `finally` clause, which also runs if
-        the generator is closed."""
+        after starting a copy and before the next yield. If the generator itself has allocated blocks
+        (in host memory, for example), it has a reference to them already. It must give this one to `hold`
+        (`given=`), in a `finally` clause, because the driver may close it at a yield."""
         yield from ()
 
     def save(self, batch: "Batch"):  # noqa: F821

@@ -2,8 +2,8 @@
 
 Speeds are measured once, before the first request. Afterwards they are learned from what the engine does.
 Noise only ever makes a sample slower, so the fastest of the last eight samples counts. A sample expires after
-a minute, so a wrong one does not stay: a link is then measured again, and for prefill the speed
-at the start is used again."""
+a minute, so a speed that no longer holds does not stay. Without samples a link is measured again, and prefill
+has its speed of the start again."""
 
 from common.cache import Match
 from common.link import Speed

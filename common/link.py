@@ -142,8 +142,8 @@ class BlockPairs:
 
     def __init__(self, to, at, apart=False):
         """`to`, `at`: block numbers. `apart`: the caller promises to make one copy per layer, and to use
-        no layer's blocks until that layer's copy is complete. Then work that is queued after the
-        first copy does not concern the later ones, so only the first copy waits for queued work."""
+        no layer's blocks until that layer's copy is complete. So work that is queued after the
+        first copy does not touch the blocks of the later ones, and these need not wait for it."""
         self.to, self.at, self.apart, self.ordered = to, at, apart, False
         self.runs, self.sides = runs(to, at), None  # `sides`: set by shell/copy_kernels.py
 

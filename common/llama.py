@@ -138,12 +138,12 @@ class Layer(nn.Module):
 # Why a row can have the same bits alone and in a batch: PyTorch's attention on a CPU sums over the keys in
 # blocks of KEYS, from the first key on, and a masked key adds exactly 0. It takes rows in groups of ROWS. A
 # shorter last block or group may be summed in another order. So `whole_blocks` pads the keys, and rows are
-# padded to a multiple of ROWS: then no other row matters.
+# padded to a multiple of ROWS. Then a row's result does not depend on the other rows of the batch.
 KEYS, ROWS = 512, 4
 
 
 def whole_blocks(keys: int) -> int:
-    """-> `keys` rounded up so that the kernel sums over them in the same order as over full blocks.
+    """-> `keys` rounded up to a length that the kernel sums in the same order as full blocks.
 
     First it is rounded up to a multiple of 32. The kernel would sum a last block of 193 to 383 keys in two
     halves. So such a block gets 384 keys, which are not halved."""

@@ -154,7 +154,7 @@ class Request:
 
     @property
     def tbt_ms(self) -> float | None:
-        """Mean milliseconds between later tokens; None if there is only one token."""
+        """Mean milliseconds between consecutive tokens; None if there is only one token."""
         later = len(self.times) - 1
         return (self.times[-1] - self.times[0]) / later * 1e3 if later else None
 

@@ -23,7 +23,7 @@ class Restorer:
     """The engine's lower tier: a Cache, and the rules for its restorations.
 
     The engine calls the methods below in the order of a step. The Restorer calls the engine's `register`,
-    `requeue`, `contain`, `interrupt`, `sleep` and `log_event`."""
+    `requeue`, `contain`, `interrupt`, `sleep` and `on_error`."""
 
     def __init__(self, cache: Cache, estimates: Estimates):
         """`estimates`: predicts the seconds of loading and of computing."""
@@ -83,8 +83,8 @@ class Restorer:
         """Resume all restorations, oldest first, and end those that are complete. Called between two forward
         passes.
 
-        Some restorations do not only copy: they compute K and V. Together these do at most the work of one
-        forward pass of `token_budget` tokens. The oldest always restores at least one layer.
+        Some restorations do not only copy: they compute K and V. In one step these together do at most the
+        work of a forward pass of `token_budget` tokens. But the oldest always restores at least one layer.
 
         Returns: the requests that can compute in the next step without waiting for a copy. If there is none,
         return the oldest request, whose pass waits before each layer."""
@@ -215,8 +215,8 @@ class Restorer:
         """Remove the restoration from its request, and count the restored tokens. Blocks stay referenced
         until their copies complete (`Cache.hold`).
 
-        If the forward pass waited for the copies, layer by layer, this is called in the step after it, when
-        the request has its first token."""
+        If the forward pass waited for the copies, layer by layer, this is called in the step after it, or
+        when the request ends."""
         restoration, request.restoration, request.portion = request.restoration, None, math.inf
         self.stop(restoration)
         if request.computed >= restoration.end and (restored := restoration.restored):

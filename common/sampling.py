@@ -22,7 +22,7 @@ def draw(logits, temperature: float, top_k: int, top_p: float, generator: torch.
     """Draw a token from the logits [V] of one request.
 
     `top_k` keeps the k likeliest tokens (0: all). Of these, `top_p` keeps the likeliest, until their
-    probabilities add up to `top_p` times what the k have together. Of equal tokens the lowest ids stay."""
+    probabilities add up to the part `top_p` of the k tokens' sum. Of equal tokens the lowest ids stay."""
     u = 1 - torch.rand(1, dtype=torch.double, generator=generator).to(logits.device)    # above 0, up to 1
     shares = (logits.float() / max(temperature, 1e-30)).softmax(-1)                     # [V]
     if not 0 < top_k < len(shares) and top_p >= 1:
