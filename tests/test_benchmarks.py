@@ -140,7 +140,7 @@ def test_a_peer_is_asked_the_same_in_turn_and_its_tables_have_all_that_was_measu
         *(("computed", system) for system in (peers.THEIRS, *peers.OPTIONS)), *(("host memory", system) for system in (peers.THEIRS, "03", "04", "07")),
         *(("files", system) for system in (peers.THEIRS, "04", "06", "07"))}  # fmt: skip
     page = peers.report(found)
-    assert page.count("| llama.cpp |") == 11 and "| 06 | 2000.0 MB | 2.00 |" in page
+    assert page.count("| llama.cpp |") == 10 and "| 06 | 2000.0 MB | 2.00 |" in page
     ours, theirs = ({tuple(fields["prompt"]) for command, _, fields in peer if "prompt" in fields and (command[0] == "llama-server") == is_theirs and len(fields["prompt"]) == 40}
                     for is_theirs in (False, True))  # fmt: skip
     assert ours < theirs, "llama.cpp is also asked what takes its slot"
