@@ -59,7 +59,9 @@ def has_left(client: socket.socket) -> bool:
     On Linux this is noticed even while unread bytes are in the buffer."""
     poll = select.poll()
     poll.register(client, select.POLLIN | getattr(select, "POLLRDHUP", 0))
-    return any(what != select.POLLIN for _, what in poll.poll(0))       # more than bytes to read
+    with suppress(OSError):
+        return any(what != select.POLLIN or not client.recv(1, socket.MSG_PEEK) for _, what in poll.poll(0))
+    return True                                 # it cannot be read any more
 
 
 # 2. Replies -------------------------------------------------------------------------------------------------

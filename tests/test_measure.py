@@ -112,3 +112,9 @@ def test_a_claim_is_judged_by_rows_whose_mechanism_ran(asked, verdict):
     found = [dict(claim="part", model=model, rows=[dict(ratio=measure.spread(ratios), bytes=size)])
              for model, ratios, size in (("m", [1.2, 1.3, 1.4], 1), ("n", [9.0, 9.0], 0))]  # fmt: skip
     assert claims.judged(claim, found) == ("1.3", verdict)
+
+
+def test_results_of_two_commits_are_not_of_one_run():
+    file = report.read()["engine-cpu"]
+    one, two = ({f"{name}-cpu": dict(file, commit=commit) for name, commit in zip("ab", commits)} for commits in ("11", "12"))
+    assert "commit 2" in report.mixed(two) and not report.mixed(one) and report.conditions(one).count("Measured") == 1

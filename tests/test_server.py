@@ -475,3 +475,9 @@ def test_a_server_under_load_gives_right_answers_and_leaves_nothing(cache):
     check_pools(engine)
     engine.close()
     assert seen["answered"] and seen["restored"] and seen["hung up"] and not seen["wrong"] + seen["refused"], seen
+
+
+def test_the_page_may_load_nothing_from_other_sites(client):
+    reply = client.ask("/")
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', reply.raw.decode())[1]
+    assert reply.kind == "text/html" and {"default-src 'none'", "connect-src 'self'"} <= {*policy.split("; ")}
