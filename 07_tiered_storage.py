@@ -449,7 +449,7 @@ class TieredCache(offload.HostCache):
                     copy.cancel()
                     self.hold("save", [copy], (self.host, host_blocks))  # a late copy still writes to them
                 self.host.release(host_blocks)
-        # Only now: pages that host memory evicted meanwhile must not count as after a gap
+        # Only now: host memory may have evicted pages since, and these must not count as after a gap
         for node in self.tree.change(block_of):
             node.device = False
         self.count_lost(block_of)

@@ -102,7 +102,7 @@ class Bench:
     def once(self, way: str, share: float = 1.0, question: list[int] | None = None, others: int = 0) -> Request:
         """Ask a question behind the history. `way`: hit (on the device), compute, load, both, or beside
         (compute while the loader runs); `share`: of each step, for this request; `others`: requests that
-        decode meanwhile, with `others_ms` between their tokens. Returns: the finished request."""
+        decode at the same time, with `others_ms` between their tokens. Returns: the finished request."""
         engine, cache = self.engine, self.cache
         lesson.wait_until_idle(engine)
         if way != "hit":

@@ -84,7 +84,7 @@ class Server:
             self.post("/evict", tier=tier)
 
     def seconds(self) -> float:
-        """Return the processor time of all of the process's threads, those that have ended included."""
+        """Return the processor time of all threads of the process, including ended threads."""
         return time.clock_gettime(~self.process.pid << 3 | 2)  # as clock_getcpuclockid(3) numbers a process's clock
 
     def peak(self) -> float:

@@ -80,7 +80,7 @@ class Restorer:
             self.advance(request, 1, wait=False)
 
     def resume_restorations(self, running: list[Request]) -> list[Request]:
-        """Resume all restorations, oldest first, and end those that are complete. Called between two forward
+        """Resume all restorations, oldest first, and end each complete one. Called between two forward
         passes.
 
         Some restorations do not only copy: they compute K and V. In one step these together do at most the

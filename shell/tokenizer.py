@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from shell import read_words
 
-# The fields of tokenizer_config.json that name special tokens, and those that list more of them; the fields
-# that change no token; and the variables of a plain chat template. (Other variables include functions that
+# Fields of tokenizer_config.json that name special tokens; fields that list more of them; fields that change
+# no token; and the variables of a plain chat template. (Other variables include functions that
 # `transformers` defines.)
 NAMED, EXTRA, HARMLESS, VARIABLES = ({*words} for _, *words in read_words("tokenizer.txt"))
 JINJA = ImmutableSandboxedEnvironment(

@@ -109,8 +109,8 @@ def test_servers_answer_all_rounds_of_sessions(monkeypatch, tmp_path):
 
 @pytest.fixture
 def peer(monkeypatch, tmp_path):
-    """Replace all servers of `peers` by one that answers as llama.cpp's server and ours do. Yields the list of what was started and
-    posted."""
+    """Replace all servers of `peers` by one that answers as llama.cpp's server and ours do. Yields a list of all started
+    commands and posted fields."""
     def post(server, path, **fields):
         calls.append((server.command, path, fields))
         new, cached = fields.get("max_tokens") or fields.get("n_predict"), 7

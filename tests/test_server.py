@@ -286,7 +286,7 @@ def test_a_failed_step_answers_500_and_the_next_request_works(frontend, caplog, 
         assert sentence(stream.events[-1]["error"], "server_error") == words
         assert "a secret of the inside" in caplog.text
         vars(client.engine).pop("finish", None)
-        client.server.between_steps(int)  # a step that failed meanwhile has told its requests
+        client.server.between_steps(int)  # after this, a failed step has told its requests
         assert client.ask("/generate", ASK).status == 200
         assert lost or client.counters()["failed"] == 2
 

@@ -4,7 +4,7 @@
     python -m tools.figure 03          one step: the calls between engine, driver, Cache and link
     python -m tools.figure 07          a radix tree before and after a split, with the tiers of each node
 
-Each figure runs an engine with random weights, or a tree, and prints what it finds there.
+Each figure runs an engine with random weights, or a tree, and prints its contents.
 """
 
 import argparse

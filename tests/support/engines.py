@@ -138,7 +138,7 @@ def hybrid_runner(blocks: int, size: int = 16, plan=None, model=None, rows: int 
 def make(cache="none", blocks=64, block_size=16, model=None, always_restore=True, runner=None, tier=None, **options):
     """Return an engine. `cache`: a name in CACHES, POLICIES or RUNNERS, or a Cache.
 
-    `tier`: the lower tiers of a named Cache get the size that they have with so many device blocks; default: `blocks`.
+    `tier`: the lower tiers of a named Cache get the size for this number of device blocks; default: `blocks`.
     By default every match is restored, so that no measured time decides the result of a test."""
     model = model or tiny_model()
     if cache in RUNNERS:
