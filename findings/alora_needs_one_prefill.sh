@@ -4,15 +4,15 @@
 #
 # Expected: `generate` gives the same greedy tokens with and without `use_cache`, with `prefill_chunk_size`,
 # and with `prompt_lookup_num_tokens`, as it does for a plain LoRA. Beam search raises an error for aLoRA.
-# Seen: the place where the adapter starts is counted from the end of the prompt, once, before `generate`.
-# Each forward pass applies that count to its own rows. Without a cache the start therefore moves one token
-# to the right at each step. A portion applies the adapter to its own last rows, and a pass over drafts
-# loses it for some. No call raises an error or warns.
+# Seen: `generate` counts once how many tokens of the prompt get the adapter. Each forward pass applies the
+# adapter to that many of its own last rows. Without a cache the start moves one token to the right at each
+# step. Each portion applies the adapter to its own last rows. Prompt lookup adds three drafts to the pass
+# over the prompt, and the start moves by three. No call raises an error.
 #
-#                            LoRA               aLoRA
-#     use_cache=False        12 of 12 tokens    3 of 12 tokens as with the cache
-#     prefill_chunk_size=16  12 of 12 tokens    0 of 12 tokens
-#     prompt lookup          12 of 12 tokens    0 of 12 tokens
+#     use_cache=False:               LoRA 12 of 12 tokens, aLoRA 3 of 12 tokens
+#     prefill_chunk_size=16:         LoRA 12 of 12 tokens, aLoRA 0 of 12 tokens
+#     prompt_lookup_num_tokens=3:    LoRA 12 of 12 tokens, aLoRA 0 of 12 tokens
+# (Tokens at the same place as with the cache and one prefill.)
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -22,7 +22,8 @@ import sys
 import dspy
 
 url, cached = sys.argv[1:]
-model = dspy.LM("openai/llama", api_base=url, api_key="none", **({} if cached == "cached" else {"cache": False}))
+options = {} if cached == "cached" else {"cache": False}
+model = dspy.LM("openai/llama", api_base=url, api_key="none", **options)
 print(model("Who are you?")[0])
 PY
 cat > "$work/main.py" <<'PY'
