@@ -88,6 +88,9 @@ def main():
         engine = paged.Engine(engines.hybrid_runner(600, model=model, rows=context))
     else:
         cache = ranks.cache_of(asked.cache, joined, model, 300) if asked.ranks else asked.cache
+        if cache == "planned":  # the named Cache has a plan for three layers
+            depth = len(model.layers)
+            cache = engines.planned.PlannedCache(4800, engines.BANDWIDTH, plan=("R" + "H" * (depth // 2) + "K" * depth)[:depth])
         engine = engines.make(cache, 300, model=model)
     engine = watch(engine, counts)
     with kept_logits():
