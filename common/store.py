@@ -15,7 +15,7 @@ import math
 import zlib
 from contextlib import suppress
 from io import BytesIO
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import numpy
@@ -37,7 +37,7 @@ class Stored(NamedTuple):
 class Parts(NamedTuple):
     """Adjacent parts of one value, to be read or written together."""
 
-    arrays: list[numpy.ndarray]
+    arrays: numpy.ndarray  # [parts, ...]; to write parts of several sizes, a list of arrays
     start: int = 0  # where the first of them begins in the value, in bytes
 
     @property
@@ -113,8 +113,8 @@ class Storage:
 
         Returns: a Transfer, which fails if anything is missing or damaged. Then the arrays have any
         contents."""
-        arrays, size = [parts_of(place).arrays for place in into], sum(place.nbytes for place in into)
-        model = self.bandwidth and self.bandwidth.of([*chain(*arrays)])
+        size = sum(place.nbytes for place in into)
+        model = self.bandwidth and self.bandwidth.of([*chain(*(parts_of(place).arrays for place in into))])
         return self.reader.submit(label, size, self.track_errors, self.read, keys, into, model=model)
 
     def set(self, keys: list[bytes], values: list) -> Transfer:
@@ -175,20 +175,19 @@ class Storage:
         """Read values. Raises Damaged if anything is missing or damaged."""
         wrong = set(keys)
         try:
-            # Read straight into the arrays; into other memory only where an array is not contiguous
-            arrays = [parts_of(place).arrays for place in into]
-            places = [[one if one.flags.c_contiguous else one.copy() for one in each] for each in arrays]
-            sums = [[bytearray(CHECKSUM) for _ in each] for each in arrays]
-            views = [[memoryview(place).cast("B") for place in each] for each in places]
-            buffers = [[*chain(*zip(*each))] for each in zip(sums, views)]
+            # Read straight into the arrays; into other memory only where a part is not contiguous
+            arrays = [parts_of(place).arrays for place in into]  # [parts, ...]
+            places = [each if each[0].flags.c_contiguous else each.copy() for each in arrays]
+            rows = [place.reshape(len(place), -1).view(numpy.uint8) for place in places]  # [parts, bytes]
+            sums = [numpy.empty((len(place), CHECKSUM), numpy.uint8) for place in places]
+            buffers = [[*map(memoryview, chain(*zip(*each)))] for each in zip(sums, rows)]
             fill = getattr(self.backend, "get_into", self.get_into)
             there = fill([key.hex() for key in keys], buffers, [parts_of(place).start for place in into])
-            for key, found, known, each, own in zip(keys, there, sums, arrays, places, strict=True):
-                if found and [checksum(key, place) for place in own] == known:
+            for key, found, known, own, *copy in zip(keys, there, sums, rows, arrays, places, strict=True):
+                if found and b"".join(checksums(key, own)) == known.tobytes():
                     wrong.discard(key)
-                for array, place in zip(each, own):
-                    if array is not place:
-                        numpy.copyto(array, place)
+                if copy[0] is not copy[1]:
+                    numpy.copyto(*copy)
             self.counts["storage_reads"] += len(keys)
             self.counts["storage_bytes_read"] += sum(place.nbytes for place in into)
             if wrong:
@@ -210,8 +209,8 @@ class Storage:
         absent, stored = {}, keys
         for key, value, there in zip(keys, values, self.look_up(keys), strict=True):
             if not there:
-                parts = [numpy.ascontiguousarray(array) for array in parts_of(value).arrays]
-                absent[key.hex()] = b"".join(chain(*((checksum(key, part), part) for part in parts)))
+                parts = [numpy.ascontiguousarray(part).reshape(1, -1) for part in parts_of(value).arrays]
+                absent[key.hex()] = b"".join(chain(*((*checksums(key, part), part) for part in parts)))
         try:
             self.backend.set([*absent], [*absent.values()])
             self.doubted.difference_update(keys)
@@ -236,17 +235,18 @@ class Damaged(Exception):
 
 def parts_of(value) -> Parts:
     """-> the value as Parts: an array is the only part of its value."""
-    return value if isinstance(value, Parts) else Parts([value])
+    return value if isinstance(value, Parts) else Parts(value[None])
 
 
-def checksum(key: bytes, part: numpy.ndarray) -> bytes:
-    """-> CHECKSUM bytes for the contents of a part, which must be contiguous.
+def checksums(key: bytes, rows: numpy.ndarray) -> list[bytes]:
+    """-> CHECKSUM bytes for the contents of each part. `rows`: [parts, numbers].
 
     CRC-32 of all bytes would take longer than to read them. So each row of 4 KiB is added up as 64-bit
     integers, and the CRC-32 covers the key, these sums, and the bytes after the last row. A changed bit
     changes its row's sum. So does a sector that was not written, and sectors in a wrong order change the
     order of the sums. Like any CRC-32, this finds damage, but no forgery."""
-    contents = part.reshape(-1).view(numpy.uint8)
-    whole = len(contents) & -4096
-    sums = numpy.add.reduce(contents[:whole].view(numpy.uint64).reshape(-1, 512), axis=1)
-    return zlib.crc32(contents[whole:], zlib.crc32(sums, zlib.crc32(key))).to_bytes(CHECKSUM, "little")
+    rows, start = rows.view(numpy.uint8), zlib.crc32(key)  # [parts, bytes]
+    whole = rows.shape[1] & -4096
+    sums = numpy.add.reduce(rows[:, :whole].view(numpy.uint64).reshape(len(rows), -1, 512), axis=2)
+    crcs = map(zlib.crc32, rows[:, whole:], map(zlib.crc32, sums, repeat(start)))
+    return [crc.to_bytes(CHECKSUM, "little") for crc in crcs]

@@ -28,7 +28,7 @@ from shell.frontend import number
 from shell.workers import SLOWEST, Worker
 
 OWN_FILE = re.compile(r"[0-9a-f]{64}\.(page|kv)(\.[0-9a-f]{32}\.tmp)?")    # .page: of older versions
-AHEAD = 1 << 17     # bytes
+AHEAD, MOST = 1 << 17, 1 << 10  # bytes of a WILLNEED call; buffers of a preadv (IOV_MAX)
 SPARE = 64  # bytes; Redis adds fewer to a value
 PAUSE = 60.0  # seconds before a full file system is cleaned up again, if that did not help
 
@@ -126,7 +126,10 @@ class Directory:
         with suppress(OSError):
             file = os.open(f"{self.folder}/{key}.kv", os.O_RDONLY)
             try:
-                return os.preadv(file, buffers, start, flags) == sum(map(len, buffers))
+                filled = 0
+                for at in range(0, len(buffers), MOST):
+                    filled += os.preadv(file, buffers[at:at + MOST], start + filled, flags)
+                return filled == sum(map(len, buffers))
             finally:
                 os.close(file)
         return False

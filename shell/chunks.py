@@ -87,17 +87,16 @@ class BlockReads:
         The caller must release one reference to each of the host blocks `held`."""
         self.store, self.copying, self.latest = store, [], 0
         self.reads = {}     # layer -> Transfers that bring its rows; once they have begun
-        # `parts`, as far as they are not taken yet: part -> its rows, [blocks, block size, width]
+        self.parts = {}     # part -> its rows, [blocks, block size, width]; from its read until it is taken
         self.stored = {at: found for at, found in enumerate(locations) if isinstance(found, Stored)}
         self.local = {at: found for at, found in enumerate(locations) if at not in self.stored}
         store.pool.share(self.local.values())
         self.streams = len(self.stored) > store.pool.available
         if self.streams:
-            self.blocks, self.held, self.parts = list(range(len(locations))), [*self.local.values()], {}
+            self.blocks, self.held = list(range(len(locations))), [*self.local.values()]
         else:
             fresh = dict(zip(self.stored, store.pool.allocate(len(self.stored))))
             self.blocks = self.held = [(self.local | fresh)[at] for at in range(len(locations))]
-            self.parts = dict(enumerate(store.parts))
         self.unread = deque(self.runs(len(locations)))
         self.read_ahead(0)
         if self.stored and not self.streams:
@@ -107,7 +106,7 @@ class BlockReads:
             store.cache.hold(f"read {new[0][0]}", sum(self.reads.values(), []), held, then=then)
 
     def runs(self, blocks: int) -> list[range]:
-        """Divide the parts of a block into runs of adjacent layers.
+        """Divide the parts of a block into runs of adjacent layers, whose parts have the same width.
 
         Long runs need fewer reads. But nothing is projected before the first run has arrived, so there are at
         least four. And two runs of `blocks` blocks take no more memory than all host blocks."""
@@ -115,30 +114,34 @@ class BlockReads:
         count, room = len(layers), self.store.pool.size
         most = READ * count // self.store.offsets[-1]
         count = max(1, min(most, -(-count // 4), count * room // (2 * blocks)))
-        edges = [*map(self.store.layers.index, layers[::count]), len(self.store.layers)]
-        return [range(*edge) for edge in pairwise(edges)]
+        sides = enumerate(pairwise(part.shape for part in self.store.parts), 1)
+        edges = {at for at, (one, other) in sides if one != other} | {len(self.store.layers)}
+        edges |= {*map(self.store.layers.index, layers[::count])}
+        return [range(*edge) for edge in pairwise(sorted(edges))]
 
     def read_ahead(self, layer: int):
         """Start to read all runs; if they stream, up to the run after the one of `layer`."""
         while self.unread and (layer >= self.latest or not self.streams):
             run, layers = self.unread.popleft(), self.store.layers
             self.latest = layers[run.start]
-            if self.streams:
-                self.parts |= {part: self.staging(self.store.parts[part]) for part in run}
-            arrays = [as_integers(self.parts[part]) for part in run]
-            start = self.store.offsets[run.start]
-            into = [Parts([array[self.blocks[at]] for array in arrays], start) for at in self.stored]
+            first, start = self.store.parts[run.start], self.store.offsets[run.start]
+            # Parts are adjacent in memory -> [parts, blocks, block size, width]
+            rows = first.as_strided((len(run), *first.shape), (first.numel(), *first.stride()))
+            rows = self.staging(rows) if self.streams else rows
+            self.parts |= zip(run, rows)
+            array = as_integers(rows)
+            into = [Parts(array[:, self.blocks[at]], start) for at in self.stored]
             found, label = [*self.stored.values()], f"part {run.start}"
             reads = self.store.storage.read(found, into, label) if found else []
             self.reads |= dict.fromkeys(layers[run.start:run.stop], reads)
 
     def staging(self, rows):
-        """Return memory for a part of all blocks, with the rows that are in host memory.
+        """Return memory for parts of all blocks, with the rows that are in host memory.
 
-        `rows`: the part there, [blocks, block size, width]."""
-        shape, device = (len(self.blocks), *rows.shape[1:]), self.store.cache.model.device
+        `rows`: the parts there, [parts, blocks, block size, width]."""
+        device, shape = self.store.cache.model.device, (len(rows), len(self.blocks), *rows.shape[2:])
         memory = host_memory(shape, rows.dtype, device, "The memory for a restoration")
-        memory[list(self.local)] = rows[list(self.local.values())]
+        memory[:, list(self.local)] = rows[:, list(self.local.values())]
         return memory
 
     def take(self, layer: int) -> list:

@@ -203,8 +203,7 @@ def test_an_arrived_layer_is_projected_before_the_next_one_is_awaited(tmp_path):
 
     def read(chunks, into, label):
         for place in into:
-            for array in place.arrays:
-                array.fill(0)  # the old contents of this memory may be NaN
+            place.arrays.fill(0)  # the old contents of this memory may be NaN
         return [Transfer("storage", label, 1)]
 
     def arrived(restoration, wait):
