@@ -183,11 +183,11 @@ class Storage:
             buffers = [[*map(memoryview, chain(*zip(*each)))] for each in zip(sums, rows)]
             fill = getattr(self.backend, "get_into", self.get_into)
             there = fill([key.hex() for key in keys], buffers, [parts_of(place).start for place in into])
-            for key, found, known, own, *copy in zip(keys, there, sums, rows, arrays, places, strict=True):
-                if found and b"".join(checksums(key, own)) == known.tobytes():
+            for key, hit, known, own, array, place in zip(keys, there, sums, rows, arrays, places, strict=True):
+                if hit and b"".join(checksums(key, own)) == known.tobytes():
                     wrong.discard(key)
-                if copy[0] is not copy[1]:
-                    numpy.copyto(*copy)
+                if array is not place:
+                    numpy.copyto(array, place)
             self.counts["storage_reads"] += len(keys)
             self.counts["storage_bytes_read"] += sum(place.nbytes for place in into)
             if wrong:
