@@ -183,7 +183,8 @@ class Storage:
             buffers = [[*map(memoryview, chain(*zip(*each)))] for each in zip(sums, rows)]
             fill = getattr(self.backend, "get_into", self.get_into)
             there = fill([key.hex() for key in keys], buffers, [parts_of(place).start for place in into])
-            for key, hit, known, own, array, place in zip(keys, there, sums, rows, arrays, places, strict=True):
+            values = zip(keys, there, sums, rows, arrays, places, strict=True)
+            for key, hit, known, own, array, place in values:
                 if hit and b"".join(checksums(key, own)) == known.tobytes():
                     wrong.discard(key)
                 if array is not place:
