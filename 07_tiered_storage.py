@@ -510,8 +510,7 @@ class TieredCache(offload.HostCache):
     def measure_storage(self):
         """Start to measure the read speed of storage, and to test whether it answers."""
         self.measured_at, size = time.perf_counter(), self.pages_at_once * self.host.block_bytes
-        reads = [backends.measure(self.storage, size) for _ in range(2)]  # the first read is slower
-        self.hold("measure", [self.storage.exists([bytes(32)]), *reads])
+        self.hold("measure", [self.storage.exists([bytes(32)]), backends.measure(self.storage, size)])
 
     def ask_l3(self, prefetch: Prefetch):
         """Ask storage which pages of the chain it holds; `on_answer` takes the answer."""

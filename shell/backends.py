@@ -30,6 +30,7 @@ from shell.workers import SLOWEST, Worker
 OWN_FILE = re.compile(r"[0-9a-f]{64}\.(page|kv)(\.[0-9a-f]{32}\.tmp)?")    # .page: of older versions
 AHEAD, MOST = 1 << 17, 1 << 10  # bytes of a WILLNEED call; buffers of a preadv (IOV_MAX)
 SPARE = 64  # bytes; Redis adds fewer to a value
+TEST_READS = 4  # of `measure`
 PAUSE = 60.0  # seconds before a full file system is cleaned up again, if that did not help
 
 
@@ -328,16 +329,19 @@ def open_storage(url: str, config: dict | None = None, bandwidth=None) -> Storag
 
 
 def measure(storage: Storage, size: int, count: int = 1) -> Transfer:
-    """Measure the read bandwidth of a storage: write `count` test values of `size` bytes, and read them. If
-    the back end has a method `uncache(keys)`, call it before the read, so that memory does not answer for the
-    disk. Returns: the Transfer of the read."""
+    """Measure the read bandwidth of a storage: write `count` test values of `size` bytes, and read them
+    several times, because other reads and writes only make a read slower. If the back end has a method
+    `uncache(keys)`, call it before each read, so that memory does not answer for the disk. Returns: the
+    Transfer of the last read."""
     keys = [hashlib.sha256(b"measure %d %d" % (size, number)).digest() for number in range(count)]
     contents = [numpy.arange(size).astype(numpy.uint8) for _ in keys]
     storage.reader.submit("measure", 0, storage.track_errors, storage.write, keys, contents)
     uncache = getattr(storage.backend, "uncache", lambda keys: None)
-    storage.reader.submit("measure", 0, uncache, [key.hex() for key in keys])
     storage.reader.measured.samples.clear()
-    return storage.get(keys, contents, "measure")
+    for _ in range(TEST_READS):
+        storage.reader.submit("measure", 0, uncache, [key.hex() for key in keys])
+        read = storage.get(keys, contents, "measure")
+    return read
 
 
 def attach_storage(cache, storage: Storage | None):

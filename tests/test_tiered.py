@@ -1,5 +1,6 @@
 """Chapter 07: the radix tree, write policies, prefetch policies, layouts, and shared storage."""
 
+import itertools
 import random
 import threading
 import time
@@ -291,11 +292,11 @@ def test_no_page_is_written_after_a_gap():
 @pytest.mark.parametrize("other, found", [(200, {"storage": 192}), (20, {}), (0, {})])
 def test_best_effort_uses_only_pages_that_arrive_while_another_prompt_fills_the_steps(other, found):
     with only_stored(prefetch="best_effort") as (engine, shelf, prompt):
-        forward, lanes = engine.runner.forward, engine.lower_tier.cache.in_flight
+        forward, cache = engine.runner.forward, engine.lower_tier.cache
 
         def forward_slowly(*given):
-            """Compute a step while storage answers, or reads pages."""
-            for transfers, *_ in [*lanes["ask"], *lanes["read"]]:
+            """Compute a step while storage answers, or reads pages, or these are copied."""
+            for transfers, *_ in itertools.chain(*(cache.in_flight.get(lane, ()) for lane in ("ask", "read", "load"))):
                 assert all(transfer.completed.wait(60) for transfer in transfers)
             return forward(*given)
 
