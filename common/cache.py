@@ -1,4 +1,4 @@
-"""The Cache: the contract that each chapter from 03 on implements.
+"""The Cache: the contract that chapters 03 to 07 and 09 implement.
 
 A Cache says which tokens it can restore (`match`), restores them (`restore`, a generator that yields each
 copy it waits for), and keeps what a step has computed (`save`). The driver in restoring.py does the rest: it
