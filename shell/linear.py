@@ -58,8 +58,8 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 def speed_up(model: nn.Module, copies: bool, same_bits: bool = False):
     """Turn the linear layers of a loaded model into FastLinear, in place. Hooks and tied weights stay.
 
-    `copies`: there is enough memory for copies of the weights. `same_bits`: of FastLinear. Returns:
-    `model`."""
+    `copies`: there is enough memory for copies of the weights. The weights themselves go if only their copies
+    are multiplied: in 16 bits, or with `same_bits` (see FastLinear). Returns: `model`."""
     for linear in model.modules():
         if isinstance(linear, Linear):
             linear.__class__, linear.same_bits = FastLinear, same_bits
@@ -68,4 +68,6 @@ def speed_up(model: nn.Module, copies: bool, same_bits: bool = False):
                 with suppress(AttributeError, RuntimeError):    # no kernel for this device or dtype
                     weight = linear.weight.detach().to(linear.kind)
                     linear.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+                    if same_bits or linear.weight.dtype.itemsize == 2:      # no product reads the weight now
+                        linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
     return model

@@ -128,12 +128,12 @@ def test_a_fast_product_equals_the_plain_product(bias, outputs, dtype, rtol, ato
         linear = Linear(48, outputs, bias, dtype=dtype)
         for parameter in linear.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        expected = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
         with monkeypatch.context() as patch:
             if error:
                 patch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", Mock(side_effect=error), raising=False)
             speed_up(linear, copies=True)
         assert isinstance(linear, FastLinear) and (linear.reordered is not None) == (can_reorder and error is None)
-        expected = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
         for rows in (0, 1, 2, 3, 4, 5, 33):
             for given in (x[:rows], transposed[:rows]):
                 out = linear(given)
@@ -148,6 +148,13 @@ def test_short_memory_prevents_copies_of_weights(tmp_path, monkeypatch):
     for free, copied in ((1.9 * size, False), (2.1 * size, True)):
         monkeypatch.setattr(limits, "free_host_memory", lambda free=free: free)
         assert (load(folder).model.head.reordered is not None) == copied
+
+
+@pytest.mark.parametrize("dtype, same_bits, stays", [("float32", False, True), ("float32", True, False), ("bfloat16", False, False)])
+def test_weights_take_memory_only_while_a_product_reads_them(dtype, same_bits, stays):
+    model, *_ = checkpoint.load("random:tiny", dtype, "cpu", same_bits=same_bits)
+    parts = [part for part in model.modules() if isinstance(part, FastLinear)]
+    assert [not part.weight.is_meta for part in parts] == [stays or part.reordered is None for part in parts]
 
 
 def test_pinned_memory_counts_as_a_power_of_two(monkeypatch):
