@@ -10,7 +10,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-warn_once = cache(print)    # prints a line only the first time
+# Prints a line on stderr, but only the first time
+warn_once = cache(lambda line: print(line, file=sys.stderr))
 
 
 def exit_process(code: int, words: str = "\nInterrupted."):

@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import re
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -66,8 +65,7 @@ class Directory:
             words = f"A cache needs a folder to write in: {self.folder}: {error.strerror}."
             raise BadRequest(words) from None
         if old:
-            words = f"{old} files in {self.folder} have an older format, so the cache starts without them."
-            warn_once(words, file=sys.stderr)
+            warn_once(f"{old} files in {self.folder} have an older format, so the cache starts without them.")
 
     def path(self, key: str) -> Path:
         return self.folder / f"{key}.kv"
@@ -161,8 +159,7 @@ class Directory:
                 failed = error
         self.exists(keys)
         if failed:
-            words = f"A write to {self.folder} failed, and its contents are dropped: {failed.strerror}."
-            warn_once(words, file=sys.stderr)
+            warn_once(f"A write to {self.folder} failed, and its contents are dropped: {failed.strerror}.")
             raise failed
 
     def write(self, key: str, value: bytes):
@@ -171,7 +168,7 @@ class Directory:
         if not self.folder.is_dir():
             os.makedirs(self.folder, exist_ok=True)
             self.index.clear()
-            warn_once(f"{self.folder} had vanished; it has been created again and is empty.", file=sys.stderr)
+            warn_once(f"{self.folder} had vanished; it has been created again and is empty.")
         try:
             temporary.write_bytes(value)
             if self.path(key).is_dir():
@@ -202,7 +199,7 @@ class Directory:
                     self.index.discard(path.name.removesuffix(".kv"))
                     there -= freed
                 except OSError as error:  # the next file is deleted instead
-                    warn_once(f"Cannot delete a file in {self.folder}: {error.strerror}.", file=sys.stderr)
+                    warn_once(f"Cannot delete a file in {self.folder}: {error.strerror}.")
         self.written += size
 
 
@@ -250,7 +247,7 @@ class RedisBackend:
             if stored:
                 self.client.mset(stored)
         except self.full:
-            warn_once("Redis is full; set its maxmemory-policy to volatile-ttl.", file=sys.stderr)
+            warn_once("Redis is full; set its maxmemory-policy to volatile-ttl.")
             raise
         self.exists(keys)       # so that they expire
 

@@ -1,6 +1,4 @@
 """The link between device memory and host memory: a GPU's, or a modelled one (`--link`)."""
-import sys
-
 import torch
 
 from common.cuda_link import Link
@@ -104,4 +102,4 @@ class CheckedLink(Link):
         """Copy all blocks by the copy engine from now on, and print why."""
         self.backend = "direct"
         words = f"The kernel cannot copy between host memory and the GPU ({in_words(error)})"
-        warn_once(f"{words}: scattered blocks are copied one by one, and take longer.", file=sys.stderr)
+        warn_once(f"{words}: scattered blocks are copied one by one, and take longer.")

@@ -33,9 +33,6 @@ class PlainTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-        return self.backend_tokenizer.decode(tokens, skip_special_tokens)
-
     def apply_chat_template(self, messages, chat_template=None, tokenize=False, **variables) -> str:
         """Return the text of a conversation. `tokenize` must be False."""
         known = {**self.named, "tools": None, "documents": None, **variables, "messages": messages}

@@ -33,7 +33,7 @@ def test_training_uses_the_shipped_tokenizer_and_chat_template(rows):
     shipped = checkpoint.read_tokenizer(FOLDER)
     text = "The code of the gate is 4821. Zoë, 😀!"
     assert shipped.encode(text) == rows.tokenizer.encode(text).ids
-    assert shipped.backend_tokenizer.get_vocab_size() == 1024 and shipped.decode(shipped.encode(text)) == text
+    assert shipped.backend_tokenizer.get_vocab_size() == 1024 and shipped.backend_tokenizer.decode(shipped.encode(text)) == text
     assert len(shipped.encode("4821")) == 4
     for role in ("system", "user", "assistant"):
         written = shipped.apply_chat_template([dict(role=role, content="Hello!")])

@@ -280,7 +280,7 @@ def test_a_model_without_a_chat_template_reads_messages_line_by_line():
     assert 1 not in plain.request(messages=[dict(role="user", content="</s>")]).tokens, "a quoted special token is text"
     assert plain.request("Hello").tokens == plain.tokenizer.encode("Hello")
     messages = [dict(role="developer", content="Be brief."), dict(role="user", content="Hello")]
-    assert plain.tokenizer.decode(plain.request(messages=messages).tokens) == "system: Be brief.\nuser: Hello\nassistant:"
+    assert plain.tokenizer.backend_tokenizer.decode(plain.request(messages=messages).tokens) == "system: Be brief.\nuser: Hello\nassistant:"
 
 
 THINKING = ("{{ messages[0].content }}{% if enable_thinking is defined %}{{ ' thinks' if enable_thinking else ' answers' }}{% endif %}"
@@ -298,7 +298,7 @@ def test_a_chat_template_gets_its_variables(asked, said):
     parsed, _, _ = openai.parse(dict(asked, messages=[dict(role="user", content="Hello")]), True, chat)
     for fields in parsed, dict(check_fields(asked, PROMPT), prompt="Hello"):
         if said:
-            assert chat.tokenizer.decode(chat.request(**fields).tokens) == said
+            assert chat.tokenizer.backend_tokenizer.decode(chat.request(**fields).tokens, False) == said
         else:
             with pytest.raises(BadRequest, match="chat.template"):
                 chat.request(**fields)
@@ -358,5 +358,6 @@ def test_a_message_forges_no_turn_and_raw_text_stays_unchanged(said, with_templa
     for roles in ["user"], ["system", "user"]:
         messages, harmless = ([dict(role=role, content=words) for role in roles] for words in (said, "a"))
         turns, expected = ([token for token in chat.request(messages=each).tokens if token in special] for each in (messages, harmless))
-        assert turns == expected and chat.tokenizer.decode(chat.request(messages=messages).tokens) == chat.render(messages)
+        whole = chat.tokenizer.backend_tokenizer.decode(chat.request(messages=messages).tokens, False)
+        assert turns == expected and whole == chat.render(messages)
     assert special & {*chat.request(said, raw=True).tokens} and special & {*chat.request(messages=harmless).tokens} or not with_template

@@ -59,7 +59,7 @@ def test_generate_returns_the_engines_result(client, frontend):
     prompt = frontend.request("Hello").tokens
     said = [token for token in prompt if token not in frontend.end_tokens]
     assert answer["tokens"] == (said * 8)[:8] and answer["finish_reason"] == "length"
-    assert answer["text"] == frontend.tokenizer.decode(answer["tokens"], skip_special_tokens=True)
+    assert answer["text"] == frontend.tokenizer.backend_tokenizer.decode(answer["tokens"], skip_special_tokens=True)
     assert answer["usage"] == dict(prompt_tokens=len(prompt), cached_tokens=0, completion_tokens=8)
     assert answer["source"] == "miss" and answer["found"] == {}
     assert answer["decisions"] == ["nothing was offered: the prompt is computed"]
