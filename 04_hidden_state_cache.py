@@ -67,7 +67,7 @@ from common.estimates import FULL_SPEED
 from common.link import Speed
 from common.llama import upload
 from common.requests import Request
-from common.store import CHECKSUM, Parts, Stored
+from common.store import Parts, Stored, checksum_bytes
 from shell import charts, cli, hardware, lesson
 from shell.backends import in_directories
 from shell.chunks import BlockReads, StoredChunks
@@ -124,8 +124,9 @@ class BlockStore:
         self.arrays = [as_integers(part) for part in self.parts]  # NumPy views
         self.row_bytes = sum(width for _, width in rows) * model.dtype.itemsize
         self.pool.block_bytes = size * self.row_bytes
-        sizes = (size * width * model.dtype.itemsize + CHECKSUM for _, width in rows)
-        self.offsets = [*accumulate(sizes, initial=0)]  # where each part begins in storage
+        sizes = (size * width * model.dtype.itemsize for _, width in rows)
+        # Where each part, with its checksums in front, begins in storage
+        self.offsets = [*accumulate((part + checksum_bytes(part) for part in sizes), initial=0)]
         self.fillings: dict[Request, Filling] = {}
         self.unwritten: dict = {}  # keys of blocks in host memory that storage may lack, oldest first
         self.writing: set = set()  # keys of blocks that are being written to storage

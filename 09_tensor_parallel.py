@@ -489,7 +489,7 @@ def lose_a_page(model, arguments, prompt: list[int], new: int) -> list[Request]:
         for lost in [], chain[len(chain) // 2 :][:1]:
             lesson.wait_until_idle(engine, evict="host")
             if lost and ranks.rank == ranks.count - 1:
-                Path(f"{folder}/{engine.lower_tier.cache.keys(lost)[-1].hex()}.kv").unlink(missing_ok=True)
+                Path(f"{folder}/{engine.lower_tier.cache.keys(lost)[-1].hex()}.parts").unlink(missing_ok=True)
             answered.append(lesson.ask(engine, prompt, new, "device"))
         lesson.wait_until_idle(engine)
         engine.close()

@@ -3,19 +3,18 @@
 `Storage` stores values in a back end, which is files, Redis, or a class of your own. A value is a block, a
 page, or a chunk of tokens.
 
-A value consists of one or several parts, one after the other. Each part has its own checksum in front of it,
+A value consists of one or several parts, one after the other. Each part has its own checksums in front of it,
 so any run of adjacent parts can be read alone:
 
-    | checksum | part 0 | checksum | part 1 | ...
+    | checksums | part 0 | checksums | part 1 | ...
 
-A checksum takes 64 bytes, although 4 would do: so the parts of a file begin at multiples of 64 bytes, and a
-processor copies them twice as fast."""
+There is a checksum of 8 bytes for each 4 KiB of a part. Its checksums together take a multiple of 64 bytes:
+so the parts of a file begin at multiples of 64 bytes, and a processor copies them twice as fast."""
 
 import math
-import zlib
 from contextlib import suppress
 from io import BytesIO
-from itertools import chain, repeat
+from itertools import chain
 from typing import NamedTuple
 
 import numpy
@@ -23,7 +22,7 @@ import numpy
 from common.link import Speed, Transfer
 
 BACKLOG = 256  # jobs; a storage's writer gets no further ones while this many wait for it
-CHECKSUM = 64  # bytes
+ROW = 4096  # bytes that a checksum covers
 
 # 1. Values -------------------------------------------------------------------------------------
 
@@ -40,10 +39,6 @@ class Parts(NamedTuple):
     arrays: numpy.ndarray  # [parts, ...]; to write parts of several sizes, a list of arrays
     start: int = 0  # where the first of them begins in the value, in bytes
 
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
-
 
 # 2. Storage ------------------------------------------------------------------------------------
 
@@ -58,14 +53,14 @@ class Storage:
         set(keys, values)                   stores each value completely or not at all
 
     `exists` must also mark the keys as used, the last key first, so that the last block of a chain is deleted
-    first. A back end need not verify values, because `Storage` puts a checksum of key and contents in front
+    first. A back end need not verify values, because `Storage` puts checksums of key and contents in front
     of each part. For `has`, a back end also needs `index`: the keys that it stores, as far as this process
     knows. `exists` must update it. A back end may have a faster way to read than `get`, which brings whole
     values in memory of their own:
 
         get_into(keys, buffers, starts) -> iterable of bool
 
-    It fills the list `buffers[i]` of writable byte buffers with the bytes of value `keys[i]` from `starts[i]`
+    It fills the list `buffers[i]` of NumPy arrays of bytes with the bytes of value `keys[i]` from `starts[i]`
     on, and says whether all of these bytes are there. If it is a generator, each value is verified right
     after its read, while the processor's cache has it.
 
@@ -113,15 +108,16 @@ class Storage:
 
         Returns: a Transfer, which fails if anything is missing or damaged. Then the arrays have any
         contents."""
-        size = sum(place.nbytes for place in into)
-        model = self.bandwidth and self.bandwidth.of([*chain(*(parts_of(place).arrays for place in into))])
+        arrays = [parts_of(place).arrays for place in into]
+        model = self.bandwidth and self.bandwidth.of([*chain(*arrays)])
+        size = sum(array.nbytes for array in arrays)
         return self.reader.submit(label, size, self.track_errors, self.read, keys, into, model=model)
 
     def set(self, keys: list[bytes], values: list) -> Transfer:
         """Write the values that are not stored yet, each of which is an array or Parts.
 
         Returns: a Transfer. Its value: the keys now stored, without those whose write has failed."""
-        size = sum(value.nbytes for value in values)
+        size = sum(array.nbytes for value in values for array in parts_of(value).arrays)
         return self.writer.submit("write", size, self.track_errors, self.write, keys, values)
 
     @property
@@ -179,18 +175,18 @@ class Storage:
             arrays = [parts_of(place).arrays for place in into]  # [parts, ...]
             places = [each if each[0].flags.c_contiguous else each.copy() for each in arrays]
             rows = [place.reshape(len(place), -1).view(numpy.uint8) for place in places]  # [parts, bytes]
-            sums = [numpy.empty((len(place), CHECKSUM), numpy.uint8) for place in places]
-            buffers = [[*map(memoryview, chain(*zip(*each)))] for each in zip(sums, rows)]
+            sums = [numpy.empty((len(each), checksum_bytes(each.shape[1])), numpy.uint8) for each in rows]
+            buffers = [[*chain(*zip(*each))] for each in zip(sums, rows)]
             fill = getattr(self.backend, "get_into", self.get_into)
             there = fill([key.hex() for key in keys], buffers, [parts_of(place).start for place in into])
             values = zip(keys, there, sums, rows, arrays, places, strict=True)
             for key, hit, known, own, array, place in values:
-                if hit and b"".join(checksums(key, own)) == known.tobytes():
+                if hit and checksums(key, own).tobytes() == known.tobytes():
                     wrong.discard(key)
                 if array is not place:
                     numpy.copyto(array, place)
             self.counts["storage_reads"] += len(keys)
-            self.counts["storage_bytes_read"] += sum(place.nbytes for place in into)
+            self.counts["storage_bytes_read"] += sum(array.nbytes for array in arrays)
             if wrong:
                 raise Damaged(f"{len(wrong)} of {len(keys)} values are missing or damaged")
         finally:
@@ -211,7 +207,7 @@ class Storage:
         for key, value, there in zip(keys, values, self.look_up(keys), strict=True):
             if not there:
                 parts = [numpy.ascontiguousarray(part).reshape(1, -1) for part in parts_of(value).arrays]
-                absent[key.hex()] = b"".join(chain(*((*checksums(key, part), part) for part in parts)))
+                absent[key.hex()] = b"".join(chain(*((checksums(key, part), part) for part in parts)))
         try:
             self.backend.set([*absent], [*absent.values()])
             self.doubted.difference_update(keys)
@@ -239,15 +235,22 @@ def parts_of(value) -> Parts:
     return value if isinstance(value, Parts) else Parts(value[None])
 
 
-def checksums(key: bytes, rows: numpy.ndarray) -> list[bytes]:
-    """-> CHECKSUM bytes for the contents of each part. `rows`: [parts, numbers].
+def checksum_bytes(size: int) -> int:
+    """-> how many bytes the checksums of a part of `size` bytes take: a multiple of 64."""
+    return 64 * math.ceil(size / (8 * ROW))
+
+
+def checksums(key: bytes, parts: numpy.ndarray) -> numpy.ndarray:
+    """-> the checksums of each part as 64-bit integers, [parts, n]. `parts`: [parts, numbers].
 
     CRC-32 of all bytes would take longer than to read them. So each row of 4 KiB is added up as 64-bit
-    integers, and the CRC-32 covers the key, these sums, and the bytes after the last row. A changed bit
-    changes its row's sum. So does a sector that was not written, and sectors in a wrong order change the
-    order of the sums. Like any CRC-32, this finds damage, but no forgery."""
-    rows, start = rows.view(numpy.uint8), zlib.crc32(key)  # [parts, bytes]
-    whole = rows.shape[1] & -4096
-    sums = numpy.add.reduce(rows[:, :whole].view(numpy.uint64).reshape(len(rows), -1, 512), axis=2)
-    crcs = map(zlib.crc32, rows[:, whole:], map(zlib.crc32, sums, repeat(start)))
-    return [crc.to_bytes(CHECKSUM, "little") for crc in crcs]
+    integers, together with the first 8 bytes of the key. A changed bit changes its row's sum. So does a
+    sector that was not written, and rows in a wrong order change the order of the sums. This finds damage,
+    but no forgery. One call adds up all parts of a read, because a call for each part would take longer."""
+    size = parts[0].nbytes
+    words = parts.view(numpy.uint8 if size % 8 else numpy.uint64)
+    starts = numpy.arange(0, words.shape[1], ROW // words.itemsize)
+    sums = numpy.zeros((len(parts), checksum_bytes(size) // 8), numpy.uint64)
+    numpy.add.reduceat(words, starts, axis=1, dtype=numpy.uint64, out=sums[:, : len(starts)])
+    sums += int.from_bytes(key[:8], "little")
+    return sums

@@ -26,7 +26,7 @@ from shell.chunks import StoredChunks
 from shell.frontend import number
 from shell.workers import SLOWEST, Worker
 
-OWN_FILE = re.compile(r"[0-9a-f]{64}\.(page|kv)(\.[0-9a-f]{32}\.tmp)?")    # .page: of older versions
+OWN_FILE = re.compile(r"[0-9a-f]{64}\.(page|kv|parts)(\.[0-9a-f]{32}\.tmp)?")  # .page, .kv: older versions
 AHEAD, MOST = 1 << 17, 1 << 10  # bytes of a WILLNEED call; buffers of a preadv (IOV_MAX)
 SPARE = 64  # bytes; Redis adds fewer to a value
 TEST_READS = 4  # of `measure`
@@ -60,7 +60,7 @@ class Directory:
             with tempfile.NamedTemporaryFile(dir=self.folder) as file, suppress(OSError):
                 os.utime(file.name, ns=(0, 10**18 + 1_999_999_999))
                 self.step = max(1, 10**18 + 2 * 10**9 - os.stat(file.name).st_mtime_ns)  # resolution, in ns
-            old = sum(path.suffix == ".page" for _, _, path in self.files())
+            old = sum(path.suffix in (".page", ".kv") for _, _, path in self.files())
         except OSError as error:
             words = f"A cache needs a folder to write in: {self.folder}: {error.strerror}."
             raise BadRequest(words) from None
@@ -68,7 +68,7 @@ class Directory:
             warn_once(f"{old} files in {self.folder} have an older format, so the cache starts without them.")
 
     def path(self, key: str) -> Path:
-        return self.folder / f"{key}.kv"
+        return self.folder / f"{key}.parts"
 
     def files(self) -> list[tuple]:
         """Scan the folder and bring `index` up to date. A folder that does not exist has no files.
@@ -80,7 +80,7 @@ class Directory:
             with suppress(OSError):  # another process may delete it; a link may be broken
                 if OWN_FILE.fullmatch(entry.name) and entry.is_file():
                     found.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry)))
-        self.update_index(known, {path.stem for _, _, path in found if path.suffix == ".kv"})
+        self.update_index(known, {path.stem for _, _, path in found if path.suffix == ".parts"})
         self.now = max([self.now, *(used for used, _, _ in found)])
         return sorted(found)
 
@@ -93,7 +93,7 @@ class Directory:
     def exists(self, keys: list[str]) -> list[bool]:
         latest = self.now = max(time.time_ns(), self.now + len(keys) * self.step)
         known = self.index.intersection(keys)
-        paths = [f"{self.folder}/{key}.kv" for key in keys]
+        paths = [f"{self.folder}/{key}.parts" for key in keys]
         there = [os.path.isfile(path) for path in paths]
         for at, path in compress(enumerate(paths), there):
             with suppress(OSError):     # deleted just now, or owned by another user
@@ -123,7 +123,7 @@ class Directory:
     def read(self, key: str, buffers: list, start: int, flags: int = 0) -> bool:
         """Fill buffers from a file, from byte `start` on. Returns: False if it is unreadable or too short."""
         with suppress(OSError):
-            file = os.open(f"{self.folder}/{key}.kv", os.O_RDONLY)
+            file = os.open(f"{self.folder}/{key}.parts", os.O_RDONLY)
             try:
                 filled = 0
                 for at in range(0, len(buffers), MOST):
@@ -164,7 +164,7 @@ class Directory:
 
     def write(self, key: str, value: bytes):
         """Write a value. On a full file system, make room and try once more. Raises OSError."""
-        temporary = self.folder / f"{key}.kv.{os.urandom(16).hex()}.tmp"
+        temporary = self.folder / f"{key}.parts.{os.urandom(16).hex()}.tmp"
         if not self.folder.is_dir():
             os.makedirs(self.folder, exist_ok=True)
             self.index.clear()
@@ -196,7 +196,7 @@ class Directory:
                 _, freed, path = found.pop(0)
                 try:
                     path.unlink(missing_ok=True)
-                    self.index.discard(path.name.removesuffix(".kv"))
+                    self.index.discard(path.name.removesuffix(".parts"))
                     there -= freed
                 except OSError as error:  # the next file is deleted instead
                     warn_once(f"Cannot delete a file in {self.folder}: {error.strerror}.")

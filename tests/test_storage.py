@@ -243,7 +243,7 @@ def test_a_run_of_parts_is_read_alone_and_checked_alone(in_files, tmp_path):
                 file.seek(1000), file.write(b"damaged")
         else:
             storage.backend.pages[keys[0].hex()] = storage.backend.pages[keys[0].hex()].replace(b"\1", b"\2", 1)
-        sizes = [array.nbytes + store.CHECKSUM for array in arrays]
+        sizes = [array.nbytes + store.checksum_bytes(array.nbytes) for array in arrays]
         storage.get(keys[:1], [Parts(together, sizes[0])]).wait(60)
         assert together.all()
         turned = numpy.zeros((2048, 3), "i4").T  # not contiguous
@@ -262,9 +262,10 @@ def test_a_value_of_very_many_parts_is_read_at_once(tmp_path):
         assert (into == parts).all()
 
 
-def test_a_checksum_finds_every_changed_bit_and_misplaced_row():
-    rng, contents = random.Random(0), numpy.random.default_rng(0).integers(0, 256, 3 * 4096 + 100, "u1")
-    checksum = lambda key, part: store.checksums(key, part[None])[0]  # noqa: E731
+@pytest.mark.parametrize("rest", [0, 104, 100])  # bytes after the last whole row
+def test_a_checksum_finds_every_changed_bit_and_misplaced_row(rest):
+    rng, contents = random.Random(0), numpy.random.default_rng(0).integers(0, 256, 3 * 4096 + rest, "u1")
+    checksum = lambda key, part: store.checksums(key, part[None]).tobytes()  # noqa: E731
     known, words = checksum(b"key", contents), contents[: 3 * 4096].reshape(3, 4096)
     assert known == checksum(b"key", contents.copy()) != checksum(b"other", contents)
     for at in rng.sample(range(len(contents)), 500):
@@ -291,12 +292,12 @@ class Folder:
     def __init__(self, path, processes: int, resolution: int, monkeypatch):
         self.path, self.resolution, self.rng, self.patch = path, resolution, random.Random(resolution), monkeypatch
         self.now, self.locked, self.utime, unlink = time.time_ns(), "", os.utime, backends.Path.unlink
-        (path / f"{KEYS[0]}.kv" / "another").mkdir(parents=True)
-        (path / f"{KEYS[1]}.kv").symlink_to(f"{KEYS[1]}.kv")
-        (path / f"{KEYS[2]}.kv").mkdir()
-        for name in "notes.tmp", "book.kv", "a" * 64 + ".page.bak", "b" * 63 + ".kv":
+        (path / f"{KEYS[0]}.parts" / "another").mkdir(parents=True)
+        (path / f"{KEYS[1]}.parts").symlink_to(f"{KEYS[1]}.parts")
+        (path / f"{KEYS[2]}.parts").mkdir()
+        for name in "notes.tmp", "book.parts", "a" * 64 + ".page.bak", "b" * 63 + ".parts":
             (path / name).write_bytes(bytes(5000))
-        self.foreign, self.files = set(os.listdir(path)), {f"{KEYS[3]}.kv.{'0' * 32}.tmp": b"half"}
+        self.foreign, self.files = set(os.listdir(path)), {f"{KEYS[3]}.parts.{'0' * 32}.tmp": b"half"}
         for name, half in self.files.items():  # left by a process that was killed
             (path / name).write_bytes(half)
             os.utime(path / name, (0, 0))
@@ -313,18 +314,18 @@ class Folder:
 
     def write(self, process, disk_fails=False) -> list[str]:
         """Let a process write up to four values; then check which files it has deleted. Returns: the keys."""
-        keys = [key for key in self.rng.sample(KEYS, self.rng.randrange(1, 5)) if f"{key}.kv" != self.locked]
+        keys = [key for key in self.rng.sample(KEYS, self.rng.randrange(1, 5)) if f"{key}.parts" != self.locked]
         values = [self.rng.randbytes(self.rng.randrange(50, 150)) for _ in keys]
-        failing = [key for key in keys if disk_fails or (self.path / f"{key}.kv" / "another").exists()]
+        failing = [key for key in keys if disk_fails or (self.path / f"{key}.parts" / "another").exists()]
         with pytest.raises(OSError) if failing else nullcontext(), self.patch.context() as patch:
             patch.setattr(os, "replace", Mock(side_effect=OSError(errno.EIO, "broken")) if disk_fails else os.replace)
             process.set(keys, values)
-        written = {f"{key}.kv": value for key, value in zip(keys, values) if key not in failing}
+        written = {f"{key}.parts": value for key, value in zip(keys, values) if key not in failing}
         old = [name for name in self.files if name not in (self.locked, *written)]
         gone = [name for name in old if not (self.path / name).exists()]
         assert gone == old[: len(gone)], "the least recently used files are deleted, a chain's tail before its head"
         self.files = {name: value for name, value in self.files.items() if name not in gone} | written
-        self.foreign -= written.keys() | ({f"{KEYS[2]}.kv"} if KEYS[2] in keys else set())  # an empty folder
+        self.foreign -= written.keys() | ({f"{KEYS[2]}.parts"} if KEYS[2] in keys else set())  # an empty folder
         self.use(keys)
         size, most = sum(map(len, self.files.values())), self.LIMIT * (1 + 0.1 * (len(self.processes) - 1))
         assert size <= most, "each process looks for files of others after it has written a tenth of the limit"
@@ -333,7 +334,7 @@ class Folder:
 
     def use(self, keys):
         """Move the files of these keys to the end of `files`, the first key last."""
-        for name in [f"{key}.kv" for key in reversed(keys)]:
+        for name in [f"{key}.parts" for key in reversed(keys)]:
             if name in self.files and name != self.locked:
                 self.files[name] = self.files.pop(name)
 
@@ -346,12 +347,12 @@ class Folder:
             self.write(process)
         elif kind < 8:
             start, size = rng.randrange(50), rng.randrange(1, 80)
-            values, found = read(process, keys, size, start), [self.files.get(f"{key}.kv", b"") for key in keys]
+            values, found = read(process, keys, size, start), [self.files.get(f"{key}.parts", b"") for key in keys]
             assert values == [value[start : start + size] if len(value) >= start + size else None for value in found]
-            stale = [key for key in process.index.intersection(KEYS) if f"{key}.kv" not in self.files]
+            stale = [key for key in process.index.intersection(KEYS) if f"{key}.parts" not in self.files]
             assert not stale or None not in values, "a read that finds a file gone looks which others are"
         elif kind < 11:
-            there = [f"{key}.kv" in self.files for key in keys]
+            there = [f"{key}.parts" in self.files for key in keys]
             assert process.exists(keys) == there == [key in process.index for key in keys]
             self.use(keys)
         elif kind == 11:
@@ -362,7 +363,7 @@ class Folder:
                 write = lambda: (patch.undo(), written.extend(self.write(process)))  # noqa: E731
                 patch.setattr(os, "scandir", lambda folder: ([*scan(folder)], write())[0])
                 process.files()
-            assert {key for key in written if f"{key}.kv" in self.files} <= process.index | known
+            assert {key for key in written if f"{key}.parts" in self.files} <= process.index | known
         elif kind == 13:
             self.write(process, disk_fails=True)
         elif kind == 14:
@@ -411,9 +412,9 @@ def test_a_full_file_system_evicts_files_once_a_minute(tmp_path, monkeypatch, ca
 
 
 def test_files_of_an_older_version_are_named_once_and_make_room(tmp_path, capsys):
-    for key in KEYS:
-        (tmp_path / f"{key}.page").write_bytes(bytes(100))
-        os.utime(tmp_path / f"{key}.page", (0, 0))
+    for key, suffix in zip(KEYS, 20 * ("page", "kv")):
+        (tmp_path / f"{key}.{suffix}").write_bytes(bytes(100))
+        os.utime(tmp_path / f"{key}.{suffix}", (0, 0))
     backend = directory(tmp_path, 3e-6)
     assert f"40 files in {tmp_path} have an older format, so the cache starts without them.\n" == capsys.readouterr().err
     assert not backend.index and not any(backend.exists(KEYS))

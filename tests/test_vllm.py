@@ -153,7 +153,7 @@ def test_vllm_restores_lost_blocks_from_storage(tmp_path):
     (tmp_path / "gate.py").write_text(GATE)
     with peer(tmp_path, url="gate:Gate", config=dict(url="file:pages"), patience=0.5) as second:
         assert ask(second, PROMPTS) == right, "another process restores the blocks"
-        pages = [*tmp_path.glob("pages/*.kv")]
+        pages = [*tmp_path.glob("pages/*.parts")]
         for damaged in pages, pages[::2]:
             for page in damaged:
                 page.write_bytes(page.read_bytes()[:-1])
