@@ -163,7 +163,7 @@ def test_a_tokenizer_and_its_template_write_what_those_of_transformers_write(set
     ours, theirs = checkpoint.read_tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     assert (ours.bos_token_id, ours.eos_token_id, ours.chat_template) == (theirs.bos_token_id, theirs.eos_token_id, theirs.chat_template)
     parts = ["<s>", "</s>", "<|user|>", "Where", "is the", "lamp", "password", " ", "\n", "4821", "Zo\u00eb", "\U0001f600", "'s", "<", ""]
-    for said in ("".join(rng.choices(parts, k=rng.randrange(12))) for _ in range(100)):
+    for said in ("".join(rng.choices(parts, k=rng.randrange(12))) for _ in range(30)):
         for special in True, False:
             assert ours.encode(said, add_special_tokens=special) == theirs.encode(said, add_special_tokens=special), said
         messages = [dict(role=role, content=said) for role in ("system", "user")]

@@ -344,9 +344,12 @@ def test_an_idle_server_makes_no_steps_but_runs_jobs(client):
 
 # 4. Routes of the page --------------------------------------------------------------------------------------
 
-def test_state_shows_requests_pools_and_finished_answers(frontend):
+def test_evict_drops_the_cached_blocks_and_state_shows_requests_pools_and_answers(frontend):
     with serving(frontend, Engine(max_running=1, blocks=40)) as client:
         client.ask("/generate", dict(ASK, max_tokens=20))
+        cached = len(client.engine.pools["device"].cached)
+        evicted = [client.ask("/evict", dict(tier="device")).json["evicted"] for _ in range(2)]
+        assert evicted == [cached, 0] and cached > 0
         client.engine.hold_after(3)
         with closing(client.send("/generate", dict(ASK, max_tokens=60))):
             eventually(lambda: client.engine.held)
@@ -397,13 +400,6 @@ def test_a_timeline_equals_the_answers_and_unmeasured_numbers_become_null(fronte
         assert shown["plan"]["costs_ms"] == dict(recompute=None, project=500, load_states=250, load_kv=None, question=0)
         assert client.ask("/state").json["finished"][0]["found"] == dict(gpu=None)
     assert json.loads(to_json([math.nan, -math.inf, {"a": 1.5}], indent=1)) == [None, None, {"a": 1.5}]
-
-
-def test_evict_drops_the_cached_blocks(client):
-    client.ask("/generate", ASK)
-    cached = len(client.engine.pools["device"].cached)
-    assert client.ask("/evict", dict(tier="device")).json == dict(evicted=cached) and cached > 0
-    assert client.ask("/evict", dict(tier="device")).json == dict(evicted=0)
 
 
 def test_this_machine_attaches_and_detaches_storage(frontend, tmp_path):
