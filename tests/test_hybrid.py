@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import hybrid_blocks
@@ -28,7 +28,7 @@ PLANS = {
     "paper": Plan(0, 30, 40, 0, 20),
 }  # fmt: skip
 PAPER = Planner("paper", Costs(2.0, 0.1, 1.0), Sizes(64, 20, 40), 10, 40, 0)  # 1 s to rebuild a block, 2 s to load one
-some = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+some = settings(max_examples=150, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 seconds = st.floats(0.01, 10)
 COSTS = st.builds(Costs, st.floats(1, 1000), seconds, seconds)
 
@@ -187,7 +187,7 @@ def test_tokens_are_those_of_chapter_01(name, size, rows, budget):
     if name == "paper":
         engine.runner.form_batches = partial(hybrid.form_paper_batches, PAPER, engine.runner.kind_map)
     for _ in range(2):
-        requests = some_requests(rng, new=20)
+        requests = some_requests(rng, count=6, new=16)
         engine.generate(requests)
         assert_equal(engine, requests)
         assert all(ORACLE.judge(request) == "equal" for request in requests)
@@ -250,7 +250,7 @@ def test_a_step_whose_copy_fails_is_run_again(monkeypatch, label, after):
 
 
 def test_generated_traffic():
-    counts = traffic.run("hybrid", 60, seed=20, share=0.002)
+    counts = traffic.run("hybrid", 45, seed=20, share=0.002)
     assert all(counts[name] for name in ("hits", "preemptions", "cancelled")), counts
     assert counts["wrong"] == 0 and counts["failed"] == 0, counts
     assert counts["given_up"] <= counts["requests"] / 20, counts

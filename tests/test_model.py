@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, load, write_model
+from conftest import ROOT, TINY, load, write_model
 
 from common.llama import Linear, attention, causal_mask
 from shell import checkpoint, cli, limits
@@ -20,8 +20,6 @@ from shell.config import ModelError, read_config
 from shell.linear import FastLinear, speed_up
 from tests.support.engines import answer, ask_and_evict, baseline, hybrid, hybrid_runner, make
 
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=64)
 FOLDERS = {
     "gqa": dict(num_key_value_heads=2),
     "one KV head": dict(num_key_value_heads=1),
@@ -218,60 +216,22 @@ def raw_config(**fields) -> dict:
     return dict(model_type="llama", **sizes) | fields
 
 
-SEVEN_B = dict(architectures=["LlamaForCausalLM"], bos_token_id=1, eos_token_id=2, hidden_act="silu", initializer_range=0.02,
-               max_position_embeddings=4096, num_key_value_heads=4, pretraining_tp=1, rms_norm_eps=1e-5, rope_scaling=None,
-               tie_word_embeddings=False, torch_dtype="float16", transformers_version="4.31.0.dev0", use_cache=True)
-LLAMA_3 = SEVEN_B | dict(num_key_value_heads=2, rope_theta=5e5, attention_bias=False, attention_dropout=0.0, mlp_bias=False)
-LLAMA_31 = LLAMA_3 | dict(rope_scaling=LLAMA3, eos_token_id=[2, 3, 4])
-LLAMA_32 = LLAMA_31 | dict(head_dim=24, tie_word_embeddings=True, rope_scaling=LLAMA3 | dict(factor=32.0))
-MISTRAL = SEVEN_B | dict(architectures=["MistralForCausalLM"], model_type="mistral", num_key_value_heads=2, sliding_window=4096,
-                         max_position_embeddings=32768, rope_theta=10000.0)
-QWEN = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", attention_dropout=0.0, hidden_act="silu", rms_norm_eps=1e-6,
-            max_position_embeddings=4096, max_window_layers=21, num_key_value_heads=2, rope_theta=1e6, sliding_window=4096,
-            use_sliding_window=False, tie_word_embeddings=True)
-QWEN3 = QWEN | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=24, attention_bias=False, sliding_window=None,
-                    rope_scaling=None, max_window_layers=28)
-SMOLLM3 = LLAMA_3 | dict(architectures=["SmolLM3ForCausalLM"], model_type="smollm3", no_rope_layer_interval=4, no_rope_layers=[1, 0, 1],
-                         layer_types=["full_attention"] * 3, use_sliding_window=False, tie_word_embeddings=True, pad_token_id=None)
-JS = {"transformers.js_config": dict(kv_cache_dtype=dict(q4f16="float16", fp16="float16")), "is_llama_config": True}
-NEW = dict(dtype="bfloat16", transformers_version="5.3.0", head_dim=16, pad_token_id=None)
-UNSLOTH = dict(unsloth_fixed=True, unsloth_version="2025.9.1", _name_or_path="unsloth/x", _attn_implementation_autoset=True)
-SLIDES = dict(use_sliding_window=True, sliding_window=64)
-PUBLISHED = {
-    "Llama 1": dict(architectures=["LLaMAForCausalLM"], max_sequence_length=2048, pad_token_id=-1, rms_norm_eps=1e-6),
-    "Vicuna 16k": SEVEN_B | dict(max_sequence_length=16384, rope_scaling=dict(factor=4.0, type="linear")),
-    "SOLAR": SEVEN_B | dict(rope_scaling=dict(factor=2.0, type="dynamic")),
-    "Llama 2": SEVEN_B, "Llama 3.1": LLAMA_31, "Llama 3.2, unsloth": LLAMA_32 | UNSLOTH,
-    "SmolLM2": LLAMA_3 | JS | dict(rope_interleaved=False, tie_word_embeddings=True, rope_theta=100000),
-    "with biases": SEVEN_B | dict(attention_bias=True, mlp_bias=True, bias=True, hidden_act="swish"),
-    "from GGUF": dict(max_position_embeddings=512, partial_rotary_factor=1.0, rope_theta=1e4, num_key_value_heads=None,
-                      head_dim=None, quantization_config=None, rms_norm_eps=9.999999747378752e-06),
-    "llama of a Qwen": LLAMA_3 | dict(sliding_window=64, use_sliding_window=False, max_window_layers=28),
-    "Mistral 0.1": MISTRAL, "Mistral 0.2": MISTRAL | dict(sliding_window=None, rope_theta=1e6),
-    "Zephyr": MISTRAL | dict(pad_token_id=2, sliding_window=64), "Nemo": MISTRAL | dict(sliding_window=None, head_dim=24),
-    "Mistral 0.3": MISTRAL | dict(sliding_window=None, head_dim=None, attention_bias=True, mlp_bias=True),
-    "Mistral without the key": {name: value for name, value in MISTRAL.items() if name != "sliding_window"},
-    "Qwen2": QWEN,
-    "Qwen2.5": QWEN | dict(max_window_layers=2, sliding_window=64, use_mrope=False, layer_types=None, dual_chunk_attention_config=dict(chunk_size=262144)),
-    "Qwen2, some layers slide": QWEN | SLIDES | dict(max_window_layers=1), "Qwen2, no layer slides": QWEN | SLIDES,
-    "Qwen2, saved by 5": QWEN | NEW | dict(layer_types=["full_attention"] * 3, rope_theta=None, sliding_window=None,
-                                           rope_parameters=dict(rope_theta=1e6, rope_type="default")),
-    "Qwen3": QWEN3, "Qwen3, with biases": QWEN3 | dict(attention_bias=True, mlp_bias=True, no_rope_layers=[1, 0, 1]),
-    "SmolLM3": SMOLLM3, "SmolLM3, with biases": SMOLLM3 | dict(attention_bias=True, mlp_bias=True),
-    "SmolLM3, by default": dict(model_type="smollm3", num_hidden_layers=4, max_position_embeddings=512, pad_token_id=None, tie_word_embeddings=True),
-    "Llama 3.1, saved by 5": LLAMA_3 | NEW | dict(rope_parameters=dict(LLAMA3, rope_theta=5e5), rope_theta=None),
-    "linear under its old name": SEVEN_B | dict(rope_parameters=dict(type="linear", factor=4.0, rope_theta=1e4)),
-    "theta in both places": dict(rope_theta=3e4, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
-    "llama3 without its original context": dict(rope_theta=5e5, rope_scaling={name: LLAMA3[name] for name in list(LLAMA3)[:4]}),
-    "llama3, original context outside": dict(rope_theta=5e5, rope_scaling=LLAMA3, original_max_position_embeddings=128),
-}
+CONFIGS = json.loads((ROOT / "tests" / "support" / "configs.json").read_text())
+
+
+def published(name: str) -> dict:
+    """Return the fields of a published config. If it is `like` another one, its row has only what differs."""
+    own = dict(CONFIGS["published"][name])
+    return (published(own.pop("like")) if "like" in own else {}) | own
+
+
 SLIDING = {"Mistral 0.1": 4096, "Mistral without the key": 4096} | dict.fromkeys(
     ["Zephyr", "Qwen2, some layers slide", "llama of a Qwen"], 64)
 
 
-@pytest.mark.parametrize("name, fields", PUBLISHED.items(), ids=PUBLISHED)
-def test_a_published_config_gives_the_tokens_of_transformers(name, fields, tmp_path, capsys):
-    raw = raw_config(**fields)  # the published config with smaller sizes
+@pytest.mark.parametrize("name", CONFIGS["published"])
+def test_a_published_config_gives_the_tokens_of_transformers(name, tmp_path, capsys):
+    raw = raw_config(**published(name))  # the published config with smaller sizes
     weights = json.loads(json.dumps(dict(num_key_value_heads=None) | raw | dict(initializer_range=0.15)))  # `transformers` changes it
     write_model(tmp_path, weights.pop("model_type"), **weights)
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -283,31 +243,8 @@ def test_a_published_config_gives_the_tokens_of_transformers(name, fields, tmp_p
     torch.testing.assert_close(ours.config.rotary_frequencies(), theirs.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
 
 
-PARTIAL = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
-REFUSED = [
-    ("sliding_window", dict(model_type="mistral", sliding_window=0)),
-    ("layer_types", dict(model_type="qwen2", layer_types=["sliding_attention"] * 3)),
-    ("hidden_act", dict(hidden_act="gelu")),
-    ("model_type", dict(model_type=None)),
-    ("architectures", dict(architectures=["LlamaForSequenceClassification"])),
-    ("architectures must be .* not LlamaForCausalLMEagle3", dict(architectures=["LlamaForCausalLMEagle3"])),
-    ("is_causal", dict(is_causal=False)),
-    ("quantization_config is gptq; choose .*not quantized", dict(quantization_config=dict(modules=["a"] * 99, quant_method="gptq"))),
-    ("quantization is set; choose", dict(quantization=dict(group_size=64, bits=4))),
-    ("compression_config is set; choose", dict(compression_config=dict(format="pack-quantized"))),
-    ("yarn", dict(rope_scaling=dict(type="default", rope_type="yarn", factor=2.0))),
-    ("partial_rotary_factor", dict(partial_rotary_factor=0.5)), ("partial_rotary_factor", dict(partial_rotary_factor=0.0)),
-    ("partial_rotary_factor", dict(rope_parameters=PARTIAL)),
-    ("factor", dict(rope_scaling=dict(type="linear"))),
-    ("rope_parameters", dict(rope_scaling="linear")),
-    ("layer_types", dict(layer_types=["full_attention", "sliding_attention", "full_attention"])),
-    ("rms_norm_eps must be a positive number", dict(rms_norm_eps=math.nan)),
-    ("factor must be a positive number, not None", dict(rope_scaling=dict(type="linear", factor=None))),
-    ("hidden_size", dict(hidden_size=None)),
-    ("vocab_size", dict(vocab_size="300")),
-    ("head_dim", dict(head_dim=15)), ("hidden.size.*multiple", dict(hidden_size=62)),
-    ("num_attention_heads", dict(num_attention_heads=4, num_key_value_heads=3)),
-]
+NAN = "rms_norm_eps must be a positive number", dict(rms_norm_eps=math.nan)  # JSON has no NaN
+REFUSED = [*CONFIGS["refused"], NAN]
 
 
 @pytest.mark.parametrize("rest", [{}, dict(max_position_embeddings=256, rms_norm_eps=1e-5)], ids=["with defaults", "complete"])

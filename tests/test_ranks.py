@@ -61,10 +61,11 @@ def test_all_ranks_find_the_same_stop_strings(frontend):
     assert submitted[1].writer.before == [70, 71] and not submitted[3].writer.before
 
 
-@pytest.mark.parametrize("keep, kv_heads", [("kv", 2), ("states", 4), ("pages", 2)])
-def test_traffic_on_two_ranks_is_right(keep, kv_heads, tmp_path):
-    more = ["lack"] if keep == "pages" else ["bytes", "decline", "commands"]
-    passes(tmp_path, 2, "traffic", *more, "--keep", keep, "--kv-heads", kv_heads, "--requests", 20)
+@pytest.mark.parametrize("count, keep, kv_heads, scenarios", [
+    (2, "kv", 2, "traffic bytes decline commands fails"), (2, "states", 4, "traffic bytes decline commands fails"),
+    (2, "pages", 2, "traffic lack"), (4, "kv", 4, "fails")])  # fmt: skip
+def test_ranks_give_right_answers_and_fail_a_step_together(count, keep, kv_heads, scenarios, tmp_path):
+    passes(tmp_path, count, *scenarios.split(), "--keep", keep, "--kv-heads", kv_heads, "--requests", 20)
 
 
 def test_another_number_of_ranks_finds_the_pages(tmp_path):
@@ -205,11 +206,6 @@ def test_all_ranks_end_with_a_sentence_after_one_has_ended(how, words, tmp_path)
     done = forked.run(tmp_path, "-m", "tests.support.ranks", 2, how, timeout=300)  # rank 0 starts the other one
     assert done.returncode == 1 and done.stderr.endswith(f"{words}\n"), done.stderr
     assert done.stdout == "ready\n", "output before the failure is not lost"
-
-
-@pytest.mark.parametrize("count, keep", [(2, "kv"), (2, "states"), (4, "kv")])
-def test_an_exception_on_one_rank_fails_the_step_on_all_ranks(count, keep, tmp_path):
-    passes(tmp_path, count, "fails", "--keep", keep, "--kv-heads", 4)
 
 
 @pytest.mark.parametrize("words, environment, sentence", [

@@ -13,7 +13,7 @@ from shell.chunks import StoredChunks
 from tests import real_model
 from tests.support.engines import ask, ask_and_evict, baseline, both_ends, make, offload, planned, tiered
 
-TOKENS, NEW, BLOCKS, BANDWIDTH = 1100, 32, 50, 2e9  # three chunks of chapter 01's prefill; a half of the tokens takes two
+TOKENS, NEW, BLOCKS, BANDWIDTH = 1100, 16, 50, 2e9  # three chunks of chapter 01's prefill; a half of the tokens takes two
 CACHES = {
     "03": lambda: offload.HostCache(BLOCKS, BANDWIDTH),
     "05": lambda: planned.PlannedCache(2 * BLOCKS, BANDWIDTH, plan="R" * 10 + "H" * 10 + "K" * 10),

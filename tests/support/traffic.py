@@ -63,7 +63,7 @@ def run(cache, requests: int, seed: int, share=0.05, make=engines.make, rank=0, 
         engine = make(cache, blocks, size, tier=tier, **options)
         faults = random.Random(rng.random() + rank)
         with faulty(faults, failing=faulted, late=faulted, noisy=4, delay=rng.choice((0.002, 0.02))):
-            for _ in range(2 if until_wrong else min(12, requests // 10 + 1)):
+            for _ in range(2 if until_wrong else min(12, requests // 16 + 2)):
                 burst(engine, rng, prompts, talks, oracle, counts, answer)
         engines.check_pools(engine)
         if engine.model.device.type == "cpu":
