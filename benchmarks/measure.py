@@ -25,7 +25,7 @@ from shell.modelled_link import Bandwidth
 
 RESULTS = Path(__file__).resolve().parent / "results"
 AS_IT_IS = "the link as it is"
-TRAINED = "smollm2"  # a trained model in models/ that is not shipped: `python -m tests.real_model` makes it
+TRAINED = "smollm2"  # a trained model in models/ that is not shipped: `python -m models.real_model` makes it
 count = partial(cli.bounded, int, 1)  # count(most): the type of an option, an integer from 1 to `most`
 
 
@@ -121,7 +121,7 @@ def run(benchmark: str, parts: dict, report, arguments, load=checkpoint.load):
     for model_name in arguments.model or names:
         arguments.name = place_of(model_name)
         if not arguments.name:
-            print(f"{model_name} is left out: python -m tests.real_model makes it.")
+            print(f"{model_name} is left out: python -m models.real_model makes it.")
             continue
         with one_sentence():
             model, *_ = load(arguments.name, arguments.dtype, arguments.device)

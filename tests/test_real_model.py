@@ -6,11 +6,11 @@ import pytest
 import torch
 from conftest import ROOT
 
+from models import real_model
 from models.classroom.text import Conversation
 from models.classroom.train import HARD
 from shell import checkpoint
 from shell.chunks import StoredChunks
-from tests import real_model
 from tests.support.engines import ask, ask_and_evict, baseline, both_ends, make, offload, planned, tiered
 
 TOKENS, NEW, BLOCKS, BANDWIDTH = 1100, 16, 50, 2e9  # three chunks of chapter 01's prefill; a half of the tokens takes two

