@@ -581,7 +581,7 @@ def test_storage_and_policies_may_change_during_traffic(policies):
 
     for shelf in shelves:
         shelf.set = failing(lambda *given, keep=shelf.set: (time.sleep(0.005), keep(*given)))
-    counts = traffic.run("", 60, seed=5, make=make_one, answer=8)
+    counts = traffic.run("", 80, seed=5, make=make_one, answer=8)
     assert counts["wrong"] == counts["failed"] == 0 and counts["restored"] > 3, counts
     assert len(stored) >= 30 and sum(stored) > 100
 
