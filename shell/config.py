@@ -54,23 +54,18 @@ def read_config(raw: dict) -> LlamaConfig:
         require(fine, f"{name} must be a positive number, not {value!r}")
     fine = heads % config.num_key_value_heads == 0
     require(fine, "num_attention_heads must be a multiple of num_key_value_heads")
-    frequencies = scaled_frequencies(config, scaling) if ROPES[scaling] else ()
+    fields = {name: numbers.pop(name) for name in ROPES[scaling]}
     bias = family in ("llama", "qwen3", "smollm3") and config.attention_bias        # other families ignore it
     turned = config.no_rope_layers if family == "smollm3" else ()
     own = dict(
-        scaled_frequencies=frequencies, qkv_bias=bias or family == "qwen2", output_bias=bias,
-        qk_norm=family == "qwen3", mlp_bias=family in ("llama", "smollm3") and config.mlp_bias,
+        rope_scaling={"rope_type": scaling, **fields} if fields else {},
+        qkv_bias=bias or family == "qwen2", output_bias=bias, qk_norm=family == "qwen3",
+        mlp_bias=family in ("llama", "smollm3") and config.mlp_bias,
         no_rope_layers=tuple(number for number, turns in enumerate(turned) if not turns))
     return (FamilyConfig if any(own.values()) else LlamaConfig)(
-        **{name: numbers[name] for name in NUMBERS} | {"max_position_embeddings": read_context(config)},
+        **numbers | {"max_position_embeddings": read_context(config)},
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         tie_word_embeddings=bool(config.tie_word_embeddings), **own if any(own.values()) else {})
-
-
-def scaled_frequencies(config, scaling: str) -> tuple[float, ...]:
-    """Return the angle per position of each pair of numbers in a head, as `transformers` scales it."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-    return tuple(ROPE_INIT_FUNCTIONS[scaling](config)[0].tolist())
 
 
 def plain_llama(raw: dict) -> SimpleNamespace | None:

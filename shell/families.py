@@ -1,5 +1,6 @@
 """What Llama's relatives add to it: scaled RoPE, biases, norms of q and k, layers without RoPE."""
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -9,8 +10,9 @@ from common.llama import Layer, LlamaConfig
 
 @dataclass(frozen=True)
 class FamilyConfig(LlamaConfig):
-    """The config of a model that is not a plain Llama."""
-    scaled_frequencies: tuple = ()     # the angle per position of each pair of numbers, if it is scaled
+    """The config of a model that is not a plain Llama. Llama 3.1's frequency scaling is as published with its
+    weights."""
+    rope_scaling: dict = field(default_factory=dict)   # {} or {"rope_type": "linear" | "llama3", ...}
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -18,8 +20,16 @@ class FamilyConfig(LlamaConfig):
     no_rope_layers: tuple = ()     # layers without RoPE
 
     def rotary_frequencies(self) -> torch.Tensor:
-        scaled = self.scaled_frequencies                                         # [hd/2]
-        return torch.tensor(scaled) if scaled else super().rotary_frequencies()
+        frequencies, scaling = super().rotary_frequencies(), self.rope_scaling         # [hd/2]
+        if scaling.get("rope_type") == "linear":
+            return frequencies / scaling["factor"]
+        if scaling.get("rope_type") == "llama3":
+            # Stretch slow pairs by `factor`, keep fast pairs, blend the pairs between them.
+            turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            keep = ((turns - low) / (high - low)).clamp(0, 1)              # 0: stretched, 1: unchanged
+            return keep * frequencies + (1 - keep) * frequencies / scaling["factor"]
+        return frequencies
 
 
 class FamilyLayer(Layer):
