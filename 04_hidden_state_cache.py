@@ -125,7 +125,7 @@ class BlockStore:
         self.row_bytes = sum(width for _, width in rows) * model.dtype.itemsize
         self.pool.block_bytes = size * self.row_bytes
         sizes = (size * width * model.dtype.itemsize for _, width in rows)
-        # Where each part, with its checksums in front, begins in storage
+        # Where the checksums in front of each part begin in storage
         self.offsets = [*accumulate((part + checksum_bytes(part) for part in sizes), initial=0)]
         self.fillings: dict[Request, Filling] = {}
         self.unwritten: dict = {}  # keys of blocks in host memory that storage may lack, oldest first

@@ -8,8 +8,8 @@ so any run of adjacent parts can be read alone:
 
     | checksums | part 0 | checksums | part 1 | ...
 
-There is a checksum of 8 bytes for each 4 KiB of a part. Its checksums together take a multiple of 64 bytes:
-so the parts of a file begin at multiples of 64 bytes, and a processor copies them twice as fast."""
+There is a checksum of 8 bytes for each 4 KiB of a part. The checksums of a part are padded to a multiple of
+64 bytes. So the parts of a file begin at multiples of 64 bytes, and a processor copies them twice as fast."""
 
 import math
 from contextlib import suppress
@@ -245,8 +245,10 @@ def checksums(key: bytes, parts: numpy.ndarray) -> numpy.ndarray:
 
     CRC-32 of all bytes would take longer than to read them. So each row of 4 KiB is added up as 64-bit
     integers, together with the first 8 bytes of the key. A changed bit changes its row's sum. So does a
-    sector that was not written, and rows in a wrong order change the order of the sums. This finds damage,
-    but no forgery. One call adds up all parts of a read, because a call for each part would take longer."""
+    sector that was not written. Rows in a wrong order change the order of the sums. This finds neither words
+    in a wrong order within a row, nor a forgery. If a part is no multiple of 8 bytes, its bytes are added up,
+    not 64-bit integers. One call adds up all parts of a value that a read brings, because a call for each
+    part would take longer."""
     size = parts[0].nbytes
     words = parts.view(numpy.uint8 if size % 8 else numpy.uint64)
     starts = numpy.arange(0, words.shape[1], ROW // words.itemsize)

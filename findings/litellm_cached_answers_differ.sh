@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# litellm 1.110.2: an answer from its cache is not the answer that was stored: vectors change with the
-# caller's copy, a stream loses its log probabilities, and two schemas of one name share an answer.
+# litellm 1.110.2: an answer from its cache can differ from the server's. If a caller changes its vector, the
+# cached one changes. A stream loses its log probabilities. Two schemas of one name share an answer.
 #
 # Expected: what comes from the cache equals what the server gave, and a changed `response_format` asks the
 # server again.
 # Seen: the memory cache keeps the list of numbers that it gives to the first caller. If that caller scales
 # its vector in place, the next caller gets the scaled one. A stream with `logprobs=True` comes back without
-# them. A Pydantic class enters the key by its name, so an answer in the old schema is given for a new class
-# of the same name. A plain `pip install litellm` cannot use the cache: it imports fastapi, orjson and
-# soundfile.
+# them. The key has only the name of a Pydantic class, so a new class of the same name gets an answer in
+# the old schema. After a plain `pip install litellm` the cache fails: it imports fastapi, orjson and
+# soundfile, which are not installed.
 #
 #     vector:    first [3.0, 4.0], from the cache [0.6, 0.8]
 #     stream:    first 3 chunks with log probabilities, from the cache 0

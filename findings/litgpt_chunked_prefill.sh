@@ -4,8 +4,8 @@
 #
 # Expected: a prompt that is longer than the window raises an error ("Please use chunked prefill with chunk
 # size <= 16"), and chunks of that size give the logits of one pass without a cache.
-# Seen: single tokens give them. With chunks of 2 tokens and more each row behind the window is wrong, and
-# no call raises an error. A chunk overwrites the window's oldest slots before its first rows have read
+# Seen: chunks of 1 token give these logits. With chunks of 2 tokens and more, every row after the first 16
+# is wrong, and no call raises an error. A chunk overwrites the window's oldest slots before its first rows have read
 # them, and the mask has the order of the text, while the slots have the order of a ring.
 #
 #     Mistral-7B-v0.1:          one pass: error, chunks of 1: 0 of 100 rows off, of 2: 84, of 8: 84, of 16: 84

@@ -5,8 +5,8 @@
 # Expected: at temperature 0 the answer is the target's greedy answer, whatever the draft model proposes.
 # Seen: temperature 0 picks the likeliest draft, but the rule that accepts it compares the probabilities at
 # temperature 1 and draws a random number. A rejected draft is replaced by the token with the largest
-# difference of probabilities, not by the target's likeliest one. With a draft model near the target, most
-# tokens are not the target's, and the seed decides them. The answer also lacks its first token.
+# difference of probabilities, not by the target's likeliest one. With a draft model near the target, 16 of 40
+# tokens are not the target's, and each seed gives another answer. The answer also lacks its first token.
 #
 #     draft = target:     0 of 40 tokens not the target's, 1 different in 4 runs
 #     draft = target:    the answer starts at token 2 of the greedy answer

@@ -4,9 +4,10 @@
 #
 # Expected: chunks from the cache belong to the document that was put in, as without a cache, and a splitter
 # with another tokenizer, or a transformation with another setting, splits anew.
-# Seen: the key is the text with its metadata, and the transformation's public fields without functions. Two
-# documents of one text share their chunks, so the second's point to the first, have its ids, and take what
-# the first excludes from embedding. A splitter that counts letters gets the chunks of one that counts
+# Seen: the key has the text with its metadata, and those public fields of the transformation that are no
+# functions. Two documents of one text share their chunks. So the second document's chunks point to the first
+# one, have the ids of its chunks, and exclude from embedding what the first one excludes.
+# A splitter that counts letters gets the chunks of one that counts
 # words. A subclass's private attributes and the options of `run` are not in the key either.
 #
 #     second document, not cached: chunks of ['B'], excluded ['owner'], ids of its own

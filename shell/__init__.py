@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-# Prints a line on stderr, but only the first time
+# Prints a line on stderr the first time that it is given
 warn_once = cache(lambda line: print(line, file=sys.stderr))
 
 

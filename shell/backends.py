@@ -26,7 +26,7 @@ from shell.chunks import StoredChunks
 from shell.frontend import number
 from shell.workers import SLOWEST, Worker
 
-OWN_FILE = re.compile(r"[0-9a-f]{64}\.(page|kv|parts)(\.[0-9a-f]{32}\.tmp)?")  # .page, .kv: older versions
+OWN_FILE = re.compile(r"[0-9a-f]{64}\.(page|kv|parts)(\.[0-9a-f]{32}\.tmp)?")  # older: .page, .kv
 AHEAD, MOST = 1 << 17, 1 << 10  # bytes of a WILLNEED call; buffers of a preadv (IOV_MAX)
 SPARE = 64  # bytes; Redis adds fewer to a value
 TEST_READS = 4  # of `measure`

@@ -112,7 +112,7 @@ def read_model(name: str, dtype: str, device: str, on_host: bool, sharding, same
     fill = sharding.fill if sharding else lambda place, key, tensor: place.copy_(tensor)
     for key, tensor in tqdm(tensors, "loading", len(places), delay=1, disable=None):
         fill(places[key], key, tensor)
-    del places, tensors  # they would keep the weights that speed_up lets go
+    del places, tensors  # speed_up cannot free a weight to which they refer
     model.eval().requires_grad_(False)
     if device == "cpu":
         prepare_for_cpu(model, on_host, sharding, same_bits, digest)

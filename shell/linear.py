@@ -56,10 +56,12 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def speed_up(model: nn.Module, copies: bool, same_bits: bool = False):
-    """Turn the linear layers of a loaded model into FastLinear, in place. Hooks and tied weights stay.
+    """Turn the linear layers of a loaded model into FastLinear, in place. Hooks stay, and so does the embedding
+    that a tied head shares.
 
-    `copies`: there is enough memory for copies of the weights. The weights themselves go if only their copies
-    are multiplied: in 16 bits, or with `same_bits` (see FastLinear). Returns: `model`."""
+    `copies`: there is enough memory for copies of the weights. If every product reads the copy, the
+    layer's own weight is freed: with weights of 16 bits, or with `same_bits` (see FastLinear). Returns:
+    `model`. Call it once; the model then stays on the CPU."""
     for linear in model.modules():
         if isinstance(linear, Linear):
             linear.__class__, linear.same_bits = FastLinear, same_bits
@@ -68,6 +70,6 @@ def speed_up(model: nn.Module, copies: bool, same_bits: bool = False):
                 with suppress(AttributeError, RuntimeError):    # no kernel for this device or dtype
                     weight = linear.weight.detach().to(linear.kind)
                     linear.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-                    if same_bits or linear.weight.dtype.itemsize == 2:      # no product reads the weight now
+                    if same_bits or linear.weight.dtype.itemsize == 2:      # every product reads the copy
                         linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
     return model
