@@ -56,8 +56,8 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def speed_up(model: nn.Module, copies: bool, same_bits: bool = False):
-    """Turn the linear layers of a loaded model into FastLinear, in place. Hooks stay, and so does the embedding
-    that a tied head shares.
+    """Turn the linear layers of a loaded model into FastLinear, in place. Hooks stay, and so does the
+    embedding that a tied head shares.
 
     `copies`: there is enough memory for copies of the weights. If every product reads the copy, the
     layer's own weight is freed: with weights of 16 bits, or with `same_bits` (see FastLinear). Returns:
