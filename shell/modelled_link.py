@@ -62,16 +62,19 @@ def leave_a_core(link: ModelledLink, model):
 
     After each matrix product, PyTorch's threads spin for a while. If there were one for each core, one of
     them would share its core with the copying thread, and every product would wait for this slow thread."""
-    def before_first_layer(layer, given):
-        copying = any(not transfer.ready for each in model.links for transfer in each.in_flight)
-        free = int(copying and len(given[0]) <= FEW_ROWS)
+    def leave(free: int):
         if free != model.cores_left:
             torch.set_num_threads(max(1, torch.get_num_threads() + model.cores_left - free))
             model.cores_left = free
 
+    def before_first_layer(layer, given):
+        copying = any(not transfer.ready for each in model.links for transfer in each.in_flight)
+        leave(int(copying and len(given[0]) <= FEW_ROWS))
+
     if not hasattr(model, "links"):     # one hook for all engines of this model
         model.links, model.cores_left = WeakSet(), 0
         model.layers[0].register_forward_pre_hook(before_first_layer)
+        model.layers[-1].register_forward_hook(lambda *_: leave(0))  # what is measured next has all threads
     model.links.add(link)
 
 
