@@ -47,7 +47,7 @@ def bandwidth(model, asked: Bandwidth | None = None) -> Bandwidth | None:
 def connect(name: str, clock, bandwidth=None, wake=lambda: None, background=False, beside=None):
     """Return one direction of the link: the GPU's, or without a GPU a modelled one.
 
-    `bandwidth`: of a modelled link, a Bandwidth or bytes/s. `beside`: the model that computes few rows while
+    `bandwidth`: of a modelled link, a Bandwidth or bytes/s. `beside`: the model that computes little while
     a modelled link copies (`leave_a_core`). The other arguments: see the two classes."""
     if clock.device.type == "cuda":
         return CheckedLink(name, clock)

@@ -13,7 +13,7 @@ import torch
 
 from common.link import Transfer, as_lists
 from shell import cli
-from shell.machine import projected_rows
+from shell.machine import flops, projected_rows
 from shell.workers import Worker, move
 
 # Llama-2-7B on an A100: seconds to project hidden states, over seconds to transfer them. The two are equal at
@@ -22,7 +22,7 @@ A100 = 32 / 24
 LATENCY = 10e-6     # seconds per transfer
 # Seconds per contiguous piece; in a batch, 4 to 8 KiB take 0.6 to 1.6 us (H100; vLLM, PR 42212)
 PIECE = 1e-6
-FEW_ROWS = 64       # a pass of so few rows, which runs beside copies, waits for them anyway
+FEW = 1e9           # operations; a pass of so few, which runs beside copies, waits for them anyway
 
 
 class ModelledLink(Worker):
@@ -58,7 +58,7 @@ class ModelledLink(Worker):
 
 
 def leave_a_core(link: ModelledLink, model):
-    """While `link` copies, let each forward pass of at most FEW_ROWS rows use one thread less.
+    """While `link` copies, let each forward pass of at most FEW operations use one thread less.
 
     After each matrix product, PyTorch's threads spin for a while. If there were one for each core, one of
     them would share its core with the copying thread, and every product would wait for this slow thread."""
@@ -69,7 +69,7 @@ def leave_a_core(link: ModelledLink, model):
 
     def before_first_layer(layer, given):
         copying = any(not transfer.ready for each in model.links for transfer in each.in_flight)
-        leave(int(copying and len(given[0]) <= FEW_ROWS))
+        leave(int(copying and flops(model.config, 0, len(given[0])) <= FEW))
 
     if not hasattr(model, "links"):     # one hook for all engines of this model
         model.links, model.cores_left = WeakSet(), 0

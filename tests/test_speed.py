@@ -12,6 +12,7 @@ from common.estimates import MAX_WAIT, Estimates
 from common.link import NUM_SAMPLES, Speed, Transfer
 from common.requests import Request
 from shell import machine as module
+from shell import modelled_link
 from shell.machine import flops, measure
 from shell.modelled_link import LikeA100
 from tests.support import engines
@@ -95,8 +96,9 @@ def test_a_prefill_of_few_rows_counts_only_if_it_is_faster():
     assert machine.limit() == MAX_WAIT, "with --always-restore, a load may take a minute"
 
 
-def test_a_pass_of_few_rows_leaves_a_core_to_copies(monkeypatch):
+def test_a_pass_of_few_operations_leaves_a_core_to_copies(monkeypatch):
     model, set_to = tiny_model(7), []
+    monkeypatch.setattr(modelled_link, "FEW", flops(model.config, 0, 64))
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: (set_to or [4])[-1])
     engine = make(cache := offload.HostCache(64, 1e9), model=model)
@@ -106,7 +108,7 @@ def test_a_pass_of_few_rows_leaves_a_core_to_copies(monkeypatch):
         assert not set_to, "nothing is copied"
         cache.load_link.in_flight.append(copy := Transfer("load", "a copy"))
         run(8)
-        assert set_to == [3, 4], "while a copy is in flight, a pass of few rows uses one thread less, and gives it back"
+        assert set_to == [3, 4], "while a copy is in flight, a pass of few operations uses one thread less, and gives it back"
         run(100)
         copy.finish(0.0, 0.0)
         run(8)
