@@ -210,6 +210,15 @@ def classroom(with_template: bool = True) -> Frontend:
     return Frontend(SimpleNamespace(config=config), tokenizer, {1})
 
 
+@pytest.mark.parametrize("said", ["Hello", " a  b\n", "\n\n4821, Zo\u00eb \U0001f600", "< | user|> \ue000", ""])
+def test_a_message_has_the_tokens_of_its_template(said):
+    chat = classroom()
+    messages = [dict(role=role, content=f"{said}{role[0]}") for role in ("system", "user", "assistant", "user")]
+    messages[2]["content"] = said
+    theirs = PreTrainedTokenizerFast.from_pretrained(checkpoint.CLASSROOM)
+    assert chat.request(messages=messages).tokens == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
 def bpe(words: list[str]) -> models.BPE:
     return models.BPE({word: at for at, word in enumerate(words)}, [("\u2581", "a"), ("s", ">")], byte_fallback=True, unk_token="?")
 

@@ -113,23 +113,54 @@ def said(*messages) -> list[dict]:
 
 
 REFUSED = [  # (route, status, words of the error, bodies); a body in bytes is sent as it is
-    *json.loads((ROOT / "tests" / "support" / "bodies.json").read_text()),
     (GENERATE, 400, "not JSON in UTF-8", [
         b"", b"\xff\xfe{}", b"[" * 100_000, b'{"n": 1' + b"0" * 5000 + b"}", b'{"\\ud800": 1}', b'{"n": ["\\ud83d"]}',
         b"x" * guards.MAX_BODY]),
     (GENERATE, 413, f"larger than {guards.MAX_BODY} bytes", [b"x" * (guards.MAX_BODY + 1), b"x" * (20 << 20)]),
     (GENERATE, 400, "must be a JSON object", [b"[]", b"5", *said("Hello", None)]),
-    *((route, 400, "not JSON", [b"{"]) for route in (CHATS, TEXTS, "POST /evict")),
+    (CHATS, 400, "not JSON", [b"{"]), (TEXTS, 400, "not JSON", [b"{"]), ("POST /evict", 400, "not JSON", [b"{"]),
+    ("GET /nothing", 404, "GET /", [None]), ("GET /timelines/99", 404, "GET /state", [None]),
+    ("GET /storage", 404, "GET /", [None]), ("POST /v1/embeddings", 404, "GET /", [None]),
+    ("POST /", 405, "GET /", [None]), ("GET /generate", 405, "GET /", [None]), ("DELETE /health", 405, "GET /", [None]),
+    ("POST /evict", 400, "one of device, host", [dict(tier="moon"), dict(tier=[1])]), ("POST /evict", 400, "needs tier", [{}]),
+    # Sampling
+    (GENERATE, 400, "Unknown field 'temprature'", [dict(temprature=1, stream=True)]),
+    (GENERATE, 400, "Unknown field 'functions'", each("functions", False, 0, "", [None])),
+    (GENERATE, 400, "stream must be", each("stream", 0, "yes")),
     (GENERATE, 400, "max_tokens must be", each("max_tokens", 0, -2, HUGE, (1 << 20) + 1, 1.5, "8", True, [8])),
     (GENERATE, 400, "temperature must be", each("temperature", -1, 101, HUGE, -HUGE, NAN, "hot", True)),
     (GENERATE, 400, "top_p must be", each("top_p", -0.5, 1.5, HUGE, "1", False)),
+    (GENERATE, 400, "top_k must be", each("top_k", -2, 1.5, (1 << 20) + 1, "5", True)),
     (GENERATE, 400, "seed must be", each("seed", -2, 1 << 63, 0.5, "1", True, float("inf"))),
     (GENERATE, 400, "stop must be", each("stop", 5, [5], [""], "", ["a"] * 17, "x" * 257, {"a": 1}, True)),
-    # The model has 300 tokens and a context of 256
+    # Prompts and messages; the model has 300 tokens and a context of 256
+    (GENERATE, 400, "prompt must be", each("prompt", 5, {"a": 1}, True)),
+    (GENERATE, 400, "messages must be", each("messages", "Hello", {"a": 1}, 5, True)),
+    (GENERATE, 400, "prompt or messages", [{}, dict(prompt=[]), dict(messages=[]), dict(ASK, **CHAT)]),
+    (GENERATE, 400, "must not be empty", [
+        dict(prompt=""), *said(user(), user(content=[]), user(content=""), dict(role="assistant"))]),
+    (TEXTS, 400, "must not be empty", [dict(prompt="")]),
+    (GENERATE, 400, "one prompt", each("prompt", ["a", "b"], [[5], 5])),
+    (GENERATE, 400, "Token ids must be from 0 to 299", each("prompt", [[]], [300], [-1], [True], [1.5])),
     (GENERATE, 400, "256 tokens, answer included; shorten", each("prompt", [5] * 256)),
     # Prompts that cannot fit are refused before they are encoded
     (CHATS, 400, "4000 characters, and the context", said(user(content="a" * 4000))),
     (CHATS, 400, "256 messages, and the context", [dict(messages=[user(content="a")] * 256)]),
+    (CHATS, 400, "needs role", said({}, dict(content="Hello"))),
+    (CHATS, 400, "role must be system, developer, user or assistant", said(dict(role="tool"), dict(role=["user"]))),
+    (CHATS, 400, "content must be", said(user(content=5), user(content=[dict(type="image_url", image_url="x")]))),
+    (CHATS, 400, "name must be", said(user(content="Hello", name=5))),
+    (CHATS, 400, "Unknown field 'tool_calls'", said(dict(role="assistant", content="", tool_calls=[dict(id="1")]))),
+    (CHATS, 400, "reasoning_content must be", said(dict(role="assistant", reasoning_content="Hm"))),
+    # OpenAI's fields
+    (CHATS, 400, "Unknown field 'tools'", [dict(CHAT, tools=[dict(type="function", function=dict(name="f"))])]),
+    (CHATS, 400, "tool_choice must be", [dict(CHAT, tool_choice="required")]),
+    (CHATS, 400, "service_tier must be", [dict(CHAT, service_tier="flex")]), (CHATS, 400, "user must be", [dict(CHAT, user=5)]),
+    (CHATS, 400, "stream_options must be", [dict(CHAT, stream=True, stream_options="yes")]),
+    (CHATS, 400, "include_usage must be", [dict(CHAT, stream_options=dict(include_usage="yes"))]),
+    (CHATS, 400, "include_obfuscation must be", [dict(CHAT, stream_options=dict(include_obfuscation=True))]),
+    (CHATS, 400, "max_completion_tokens must be", [dict(CHAT, max_completion_tokens=0)]),
+    (TEXTS, 400, "add_special_tokens must be true:", [dict(TEXT, add_special_tokens=False)]),
     *((CHATS, 400, f"{name} must be {json.dumps(value)}:", [{**CHAT, name: ["other"]}]) for name, value in openai.NEUTRAL.items()),
 ]
 
@@ -313,12 +344,9 @@ def test_an_idle_server_makes_no_steps_but_runs_jobs(client):
 
 # 4. Routes of the page --------------------------------------------------------------------------------------
 
-def test_evict_drops_the_cached_blocks_and_state_shows_requests_pools_and_answers(frontend):
+def test_state_shows_requests_pools_and_finished_answers(frontend):
     with serving(frontend, Engine(max_running=1, blocks=40)) as client:
         client.ask("/generate", dict(ASK, max_tokens=20))
-        cached = len(client.engine.pools["device"].cached)
-        evicted = [client.ask("/evict", dict(tier="device")).json["evicted"] for _ in range(2)]
-        assert evicted == [cached, 0] and cached > 0
         client.engine.hold_after(3)
         with closing(client.send("/generate", dict(ASK, max_tokens=60))):
             eventually(lambda: client.engine.held)
@@ -369,6 +397,13 @@ def test_a_timeline_equals_the_answers_and_unmeasured_numbers_become_null(fronte
         assert shown["plan"]["costs_ms"] == dict(recompute=None, project=500, load_states=250, load_kv=None, question=0)
         assert client.ask("/state").json["finished"][0]["found"] == dict(gpu=None)
     assert json.loads(to_json([math.nan, -math.inf, {"a": 1.5}], indent=1)) == [None, None, {"a": 1.5}]
+
+
+def test_evict_drops_the_cached_blocks(client):
+    client.ask("/generate", ASK)
+    cached = len(client.engine.pools["device"].cached)
+    assert client.ask("/evict", dict(tier="device")).json == dict(evicted=cached) and cached > 0
+    assert client.ask("/evict", dict(tier="device")).json == dict(evicted=0)
 
 
 def test_this_machine_attaches_and_detaches_storage(frontend, tmp_path):

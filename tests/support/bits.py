@@ -1,6 +1,7 @@
 """Compare all K, V and logits of an engine's requests with chapter 01's, to the last bit.
 
-    python -m tests.support.bits --ranks 2 --cache states --dtype bfloat16     # chapter 09, compared with chapter 01 on two ranks
+    python -m tests.support.bits --model classroom --dtype bfloat16 --threads 1 --requests 200 --cache host
+    python -m tests.support.bits --ranks 2 --cache states         # chapter 09, compared with chapter 01 on two ranks
 """
 
 import argparse
@@ -8,6 +9,7 @@ import random
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from common.requests import Request
 from shell import checkpoint, lesson
 from shell.linear import speed_up
 from tests.support import engines, ranks
-from tests.support.engines import baseline, draw
+from tests.support.engines import baseline, draw, paged
 
 
 def exact_model(dtype: torch.dtype, on_host=False, copies=True, **more) -> Llama:
@@ -70,15 +72,27 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="classroom")
     parser.add_argument("--dtype", default="float32", choices=checkpoint.DTYPES)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--cache", default="kv", choices=["kv", "states"])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--cache", default="host", choices=[*engines.CACHES, *engines.RUNNERS, "kv", "states"])
+    parser.add_argument("--ranks", type=int, default=0, help="chapter 09 on so many ranks, which keeps what --cache names")
     asked = parser.parse_args()
-    joined = ranks.processes.join(asked.ranks)
-    torch.set_num_threads(1)
-    model, *_ = ranks.ranked.load(joined, asked.model, asked.dtype, "cpu", same_bits=True)
+    hybrid, load = asked.cache in engines.RUNNERS, partial(checkpoint.load, on_host=asked.cache in engines.RUNNERS)
+    if asked.ranks:
+        load = partial(ranks.ranked.load, joined := ranks.processes.join(asked.ranks))
+    torch.set_num_threads(asked.threads)
+    model, *_ = load(asked.model, asked.dtype, "cpu", same_bits=True)
     context, rng, counts = model.config.max_position_embeddings, random.Random(0), Counter()
-    engine = watch(engines.make(ranks.cache_of(asked.cache, joined, model, 300), 300, model=model), counts)
+    if hybrid:
+        engines.hybrid.layers_on_host(model, "cpu")
+        engine = paged.Engine(engines.hybrid_runner(600, model=model, rows=context))
+    else:
+        cache = ranks.cache_of(asked.cache, joined, model, 300) if asked.ranks else asked.cache
+        if cache == "planned":  # the named Cache has a plan for three layers
+            depth = len(model.layers)
+            cache = engines.planned.PlannedCache(4800, engines.BANDWIDTH, plan=("R" + "H" * (depth // 2) + "K" * depth)[:depth])
+        engine = engines.make(cache, 300, model=model)
+    engine = watch(engine, counts)
     with kept_logits():
         while counts["requests"] < asked.requests:
             texts = [draw(rng, min(rng.choice([2100, *[rng.randrange(16, 700)] * 9]), context - 100)) for _ in range(4)]
@@ -86,10 +100,11 @@ def main():
                 requests = [Request(text + draw(rng, rng.randrange(1, 20)), rng.randrange(1, 12)) for text in texts]
                 engine.generate(requests)
                 counts.update(requests=len(requests), restored=sum(sum(one.found.values()) for one in requests))
-                engines.evict(engine)
+                engines.wait_until_idle(engine)
+                hybrid or engines.evict(engine)
     engine.close()
-    said = ", ".join(f"{counts[name]:,} {name}" for name in ("requests", "restored", "compared", "different"))
-    print(f"{asked.model} {asked.dtype}, {asked.cache}: {said}", flush=True)
+    print(asked.model, asked.dtype, f"{asked.threads} threads, {asked.cache}:", ", ".join(f"{counts[name]:,} {name}" for name in (
+        "requests", "restored", "compared", "different")), flush=True)  # fmt: skip
     return bool(counts["different"])
 
 
