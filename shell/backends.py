@@ -24,7 +24,7 @@ from common.store import Storage
 from shell import warn_once
 from shell.chunks import StoredChunks
 from shell.frontend import number
-from shell.workers import SLOWEST, Worker
+from shell.workers import Worker
 
 OWN_FILE = re.compile(r"[0-9a-f]{64}\.(page|kv|parts)(\.[0-9a-f]{32}\.tmp)?")  # older: .page, .kv
 AHEAD, MOST = 1 << 17, 1 << 10  # bytes of a WILLNEED call; buffers of a preadv (IOV_MAX)
@@ -214,14 +214,13 @@ class RedisBackend:
     Redis would store a value of 2 MiB and 4 bytes in 2.5 MiB. So the end of a value that is a little larger
     than a power of two is stored apart, under the key with a "+".
 
-    `timeout`: seconds for connecting, and for each answer (see LimitedSocket)."""
+    `timeout`: seconds for connecting, and for each read or write of the socket. A whole answer may take
+    longer; while it does, its lane counts as hanging (shell/workers.py), and no request waits for it."""
 
     def __init__(self, url: str, timeout: float = 1.0, keep_days: float = 7.0):
         import redis
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)     # no retry: a late answer is useless
         self.client = redis.Redis.from_url(url, retry=retry, socket_timeout=timeout)
-        pool = self.client.connection_pool
-        pool.connection_class = type("Limited", (LimitedConnection, pool.connection_class), {})
         self.now, self.life = 0, int(864e5 * keep_days)     # ms: latest use, and from there to expiry
         self.full = redis.exceptions.OutOfMemoryError
 
@@ -250,45 +249,6 @@ class RedisBackend:
             warn_once("Redis is full; set its maxmemory-policy to volatile-ttl.")
             raise
         self.exists(keys)       # so that they expire
-
-
-class LimitedConnection:
-    """A mixin for connections of redis-py, whose own timeout is for each read or write of the socket."""
-
-    def _connect(self):
-        return LimitedSocket(super()._connect(), self.socket_timeout)
-
-
-class LimitedSocket:
-    """A connected socket with one limit for a whole call, which is a command and its answer: `seconds`, and a
-    second more for each SLOWEST bytes."""
-
-    def __init__(self, connected, seconds: float):
-        self.socket, self.seconds, self.until, self.sending = connected, seconds, 0.0, False
-
-    def __getattr__(self, name):
-        return getattr(self.socket, name)
-
-    def sendall(self, data):
-        began = self.until if self.sending else time.monotonic() + self.seconds
-        self.until, self.sending = began + len(data) / SLOWEST, True
-        self.in_time(self.socket.sendall, data)
-
-    def recv(self, size: int) -> bytes:
-        data = self.in_time(self.socket.recv, size)
-        self.until, self.sending = self.until + len(data) / SLOWEST, False
-        return data
-
-    def recv_into(self, buffer) -> int:
-        size = self.in_time(self.socket.recv_into, buffer)
-        self.until, self.sending = self.until + size / SLOWEST, False
-        return size
-
-    def in_time(self, function, argument):
-        """Call a method of the socket. It raises TimeoutError if it would end after `until`."""
-        if self.socket.gettimeout():        # with 0, redis-py only asks whether there is anything to read
-            self.socket.settimeout(max(1e-3, self.until - time.monotonic()))
-        return function(argument)
 
 
 def open_backend(url: str, config: dict | None = None):

@@ -179,18 +179,11 @@ def saved(prompt=PROMPT, storage=None) -> StoredChunks:
     return cache.storage
 
 
-def test_blocks_survive_a_restart_and_a_read_puts_them_in_host_memory():
-    engine = restart(saved())
-    for tier in "disk", "cpu":
-        request = ask_and_evict(engine, PROMPT + [3])
-        assert request.found == {tier: 144} and ORACLE.judge(request) == "equal"
-    assert engine.counts["restored_tokens"] == 2 * 144
-    check_pools(engine)
-
-
 @pytest.mark.parametrize("kind", [hidden_states.HiddenCache, engines.planned.PlannedCache])
-def test_each_tier_counts_its_own_tokens(kind):
-    engine = engines.make(cache := kind(256, 2e9, engines.chunk_files()), 64)
+def test_each_tier_counts_its_own_tokens_and_a_read_puts_blocks_in_host_memory(kind, tmp_path):
+    make = lambda: engines.make(kind(256, 2e9, engines.chunk_files(tmp_path)), 64)  # noqa: E731
+    engine = make()
+    cache = engine.lower_tier.cache
     chain = ask_and_evict(engine, PROMPT, 1).chain
     pool = cache.store.pool
     pool.evict([pool.block_of[block_key] for block_key in chain[2:4]])
@@ -199,6 +192,13 @@ def test_each_tier_counts_its_own_tokens(kind):
     assert cache.match(partly).found == {"cpu": 80, "disk": 27}
     request = ask(engine, PROMPT + [3])
     assert request.found == {"cpu": 112, "disk": 32} and request.source == "mixed"
+    engine.close()
+    engine = make()  # as after a restart
+    for tier in "disk", "cpu":
+        request = ask_and_evict(engine, PROMPT + [3])
+        assert request.found == {tier: 144} and ORACLE.judge(request) == "equal"
+    assert engine.counts["restored_tokens"] == 2 * 144
+    check_pools(engine)
 
 
 def test_a_block_is_referenced_while_it_is_written():

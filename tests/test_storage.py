@@ -6,10 +6,8 @@ import math
 import os
 import random
 import shutil
-import socket
-import threading
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest.mock import Mock
 
@@ -148,17 +146,6 @@ def test_a_lookup_does_not_wait_for_a_read():
         assert asked.value == [False, True, True] and not read.ready
         shelf.open.set()
         read.wait(60)
-
-
-def test_a_job_with_more_bytes_hangs_later(monkeypatch):
-    monkeypatch.setattr("shell.workers.HANG_SECONDS", 0.01)
-    for size, hangs in (0, True), (10**9, False):
-        worker, begun, release = Worker("storage"), threading.Event(), threading.Event()
-        worker.submit("read", size, lambda begun=begun, release=release: (begun.set(), release.wait()))
-        begun.wait()
-        time.sleep(0.05)
-        assert worker.hangs == hangs
-        release.set()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -504,47 +491,3 @@ def test_the_tail_of_a_chain_expires_before_its_head(kind):
             keys = cache.keys(chain) if kind == "ranked" else [page.digest for page in chain]
             times = [cache.storage.backend.client.execute_command("PEXPIRETIME", f"kv:{key.hex()}") for key in keys]
     assert len(times) >= 18 and times == sorted(set(times), reverse=True)
-
-
-@contextmanager
-def slow_redis(size: int, reply: list[bytes], pause: float):
-    """Context manager: serve one connection like Redis, and return the URL.
-
-    Before it reads a command of more than `size` bytes, and before each piece of the `reply`, it waits `pause` seconds."""
-    def serve():
-        connection, _ = listener.accept()
-        with connection, suppress(OSError):
-            while data := connection.recv(1 << 20):
-                if b"SETINFO" in data:  # redis-py says which version it is
-                    connection.sendall(b"+OK\r\n" * data.count(b"SETINFO"))
-                    continue
-                time.sleep(pause)
-                while len(data) < size or not data.endswith(b"\r\n"):
-                    data += connection.recv(1 << 20)
-                for piece in reply:
-                    time.sleep(pause)
-                    connection.sendall(piece)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
-
-
-@pytest.mark.parametrize("parser", ["_RESP2Parser", "_HiredisParser"])
-def test_the_timeout_of_redis_limits_a_whole_answer_and_grows_with_its_bytes(parser, monkeypatch):
-    redis = pytest.importorskip("redis")
-    monkeypatch.setattr("redis.connection.HIREDIS_AVAILABLE", parser == "_HiredisParser" and pytest.importorskip("hiredis"))
-
-    def opened(url: str):
-        backend = backends.RedisBackend(url, timeout=0.2)
-        backend.client.connection_pool.connection_kwargs["parser_class"] = getattr(redis._parsers, parser)
-        return backend
-
-    value, head = bytes(8_000_000), b"*2\r\n$1000\r\n"
-    with slow_redis(0, [head, *[b"x"] * 1000, b"\r\n$-1\r\n"], 0.01) as url, pytest.raises(redis.TimeoutError):
-        opened(url).get(KEYS[:1])  # 10 s of bytes that come one by one
-    with slow_redis(len(value), [b"+OK\r\n"], 0.3) as url:
-        assert opened(url).client.mset({"key": value})
-    monkeypatch.setattr(backends, "SLOWEST", 10.0)
-    with slow_redis(0, [head, *[b"x" * 250] * 4, b"\r\n$-1\r\n"], 0.1) as url:
-        assert opened(url).get(KEYS[:1]) == [b"x" * 1000]
