@@ -1,4 +1,4 @@
-"""Settings of all tests, a time limit per test, and fixtures: tiny models that `transformers` writes to folders."""
+"""Settings of all tests, and fixtures: tiny models that `transformers` writes to folders."""
 import os
 import signal
 import sys
@@ -27,7 +27,6 @@ from shell import checkpoint, machine, random_models, workers
 from shell.frontend import Frontend
 from tests.support.stub import Engine
 
-LIMIT = 900  # seconds for a test, so that one that waits forever fails and the next test begins
 machine.PAUSE = machine.OPERATIONS = 0.0  # do not measure speed: no test depends on it
 workers.HANG_SECONDS = 30.0  # a thread that waits for a core must not count as hanging
 
@@ -40,20 +39,6 @@ TINY = dict(
 
 def pytest_addoption(parser):
     parser.addoption("--cache", metavar="MODULE:CLASS", help="a Cache of your own for test_cache_contract.py")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    signal.signal(signal.SIGALRM, overdue)
-    signal.alarm(LIMIT)
-    try:
-        return (yield)
-    finally:
-        signal.alarm(0)
-
-
-def overdue(*_):
-    pytest.fail(f"This test has not ended within {LIMIT} s.")  # not an Exception, so no engine contains it
 
 
 def pytest_collection_modifyitems(items):

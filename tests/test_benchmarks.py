@@ -4,8 +4,7 @@ import argparse
 import itertools
 import json
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,7 +107,7 @@ def test_servers_answer_all_rounds_of_sessions(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def peer(monkeypatch, tmp_path):
+def peer(monkeypatch):
     """Replace all servers of `peers` by one that answers as llama.cpp's server and ours do. Yields a list of all started
     commands and posted fields."""
     def post(server, path, **fields):
@@ -117,12 +116,7 @@ def peer(monkeypatch, tmp_path):
         return dict(tokens=[5] * (new or 0), usage=dict(cached_tokens=cached), tokens_predicted=new, timings=dict(cache_n=cached + 1, prompt_n=9))
 
     calls, clock = [], itertools.count(step=0.5)
-    for name, folder in ((peers.PEER, tmp_path), (peers.WEIGHTS, tmp_path)):
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None, origin=str(folder / "__init__.py"))
-        module.binary_path, module.launch_environment = lambda: "llama-server", dict
-        monkeypatch.setitem(sys.modules, name, module)
-    (tmp_path / "weights.gguf").touch()
+    monkeypatch.setattr(peers.Theirs, "__init__", lambda own, *given: setattr(own, "command", ["llama-server"]))
     for name, value in dict(__init__=lambda own, command, environment=None: setattr(own, "command", command), post=post, close=lambda own: None,
                             seconds=lambda own: next(clock), peak=lambda own: 2e9 if own.command[0] == sys.executable else 1e9).items():  # fmt: skip
         monkeypatch.setattr(peers.Server, name, value)

@@ -43,15 +43,13 @@ def change_json(path: Path, **fields):
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def changed(change):
+def changed(change, file: str = "model.safetensors"):
     """Return a function that changes the tensors in a folder."""
-    return lambda folder: change_weights(folder / "model.safetensors", change)
+    def change_weights(folder: Path):
+        change(tensors := load_file(folder / file))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file)
 
-
-def change_weights(path: Path, change):
-    tensors = load_file(path)
-    change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return change_weights
 
 
 def index(folder: Path, more: str):
@@ -287,7 +285,7 @@ def test_the_index_names_the_file_of_a_tensor(kept, tmp_path):
     change_json(folder / "model.safetensors.index.json", weight_map=places)
     for part in set(places.values()):
         stale = {name: torch.full_like(tensor, 9.0) for name, tensor in saved.items() if places[name] != part}
-        change_weights(folder / part, lambda tensors, stale=stale: tensors.update(stale, elsewhere=torch.ones(1)))
+        changed(lambda tensors, stale=stale: tensors.update(stale, elsewhere=torch.ones(1)), part)(folder)
     loaded = checkpoint.weights(checkpoint.load(str(folder), device="cpu")[0])
     assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.items())
 

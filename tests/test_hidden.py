@@ -183,8 +183,7 @@ def saved(prompt=PROMPT, storage=None) -> StoredChunks:
 def test_each_tier_counts_its_own_tokens_and_a_read_puts_blocks_in_host_memory(kind, tmp_path):
     make = lambda: engines.make(kind(256, 2e9, engines.chunk_files(tmp_path)), 64)  # noqa: E731
     engine = make()
-    cache = engine.lower_tier.cache
-    chain = ask_and_evict(engine, PROMPT, 1).chain
+    cache, chain = engine.lower_tier.cache, ask_and_evict(engine, PROMPT, 1).chain
     pool = cache.store.pool
     pool.evict([pool.block_of[block_key] for block_key in chain[2:4]])
     partly = asked(engine, PROMPT + [3])

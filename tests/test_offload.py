@@ -243,24 +243,16 @@ def test_an_exception_in_one_callback_stops_no_other_and_no_closing(caplog):
         assert getattr(cache, closes).closed.is_set()
 
 
-def test_a_failed_copy_is_made_again():
+@pytest.mark.parametrize("steps, by", [(1, "step"), (4, "request")])
+def test_a_failed_copy_is_made_again(steps, by):
+    """The copy fails while its request runs, and the next step repeats it; or when it has ended, and the next request does."""
     engine, cache, save, _ = engine_for(save=False)
     save.failing = True
-    ask(engine, PROMPT)
-    save.deliver()
-    check_pools(engine)
-    assert not cache.host.block_of and not cache.saving
-    save.failing = False
-    ask(engine, PROMPT)
-    assert save.labels == ["save 6"] * 2 and not cache.host.block_of, "blocks are not found before they have arrived"
-
-
-def test_a_failed_save_begins_again_at_the_next_step():
-    engine, _, save, _ = engine_for(save=False)
-    save.failing = True
-    engines.submit(engine, Request(PROMPT, 4), steps=1)
+    engines.submit(engine, Request(PROMPT, 4), steps=steps)
     save.deliver()
     save.failing = False
     for _ in range(2):
-        engine.step()
-    assert save.labels == ["save 6"] * 2
+        engine.step() if by == "step" else check_pools(engine)
+    assert not cache.host.block_of and bool(cache.saving) == (by == "step"), "blocks are not found before they have arrived"
+    ask(engine, PROMPT)
+    assert save.labels == ["save 6"] * 2 and not cache.host.block_of

@@ -75,16 +75,6 @@ def chain_of(blocks: int, first: int = 0):
     return PREFIXES.extend([], list(range(first, first + blocks)))
 
 
-def cached(pool, blocks: int, first: int = 0):
-    """Cache a new chain in a pool, without references. Returns: (its blocks, its keys)."""
-    taken, chain = pool.allocate(blocks), chain_of(blocks, first)
-    for block, block_key in zip(taken, chain):
-        pool.register(block, block_key)
-    pool.use(chain)
-    pool.release(taken)
-    return taken, chain
-
-
 def test_a_table_begins_in_a_run_with_room_to_grow():
     pool = paged.BlockPool(16, 1)
     first, second = pool.allocate(2, room=6), pool.allocate(2, room=6)
@@ -94,8 +84,11 @@ def test_a_table_begins_in_a_run_with_room_to_grow():
 
 
 def test_on_evict_runs_before_a_block_is_reused():
-    pool, said = paged.BlockPool(4, 1), []
-    blocks, chain = cached(pool, 4)
+    pool, said, chain = paged.BlockPool(4, 1), [], chain_of(4)
+    for block, block_key in zip(blocks := pool.allocate(4), chain):
+        pool.register(block, block_key)
+    pool.use(chain)
+    pool.release(blocks)
     pool.on_evict = lambda lost: said.append((lost, pool.find(chain), pool.free.count(1)))
     assert sorted(pool.allocate(2)) == blocks[2:] and pool.evictions == 2
     assert said == [([(3, chain[3]), (2, chain[2])], blocks[:2], 0)]

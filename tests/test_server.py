@@ -143,9 +143,6 @@ REFUSED = [  # (route, status, words of the error, bodies); a body in bytes is s
     (GENERATE, 400, "one prompt", each("prompt", ["a", "b"], [[5], 5])),
     (GENERATE, 400, "Token ids must be from 0 to 299", each("prompt", [[]], [300], [-1], [True], [1.5])),
     (GENERATE, 400, "256 tokens, answer included; shorten", each("prompt", [5] * 256)),
-    # Prompts that cannot fit are refused before they are encoded
-    (CHATS, 400, "4000 characters, and the context", said(user(content="a" * 4000))),
-    (CHATS, 400, "256 messages, and the context", [dict(messages=[user(content="a")] * 256)]),
     (CHATS, 400, "needs role", said({}, dict(content="Hello"))),
     (CHATS, 400, "role must be system, developer, user or assistant", said(dict(role="tool"), dict(role=["user"]))),
     (CHATS, 400, "content must be", said(user(content=5), user(content=[dict(type="image_url", image_url="x")]))),

@@ -239,14 +239,10 @@ def test_a_run_of_parts_is_read_alone_and_checked_alone(in_files, tmp_path):
         assert storage.counts["storage_bytes_read"] == 3 * 4 * 3 * 2048
         with pytest.raises(TransferError, match="1 of 1 values are missing or damaged"):
             storage.get(keys[:1], [Parts(first)]).wait(60)
-
-
-def test_a_value_of_very_many_parts_is_read_at_once(tmp_path):
-    parts = numpy.arange(3000, dtype="i4").reshape(1500, 2)  # more buffers than the kernel takes in one call
-    with opened(directory(tmp_path)) as (storage, keys, _):
-        storage.set(keys[:1], [Parts(parts)]).wait(60)
-        storage.get(keys[:1], [Parts(into := numpy.zeros_like(parts))]).wait(60)
-        assert (into == parts).all()
+        many = numpy.arange(3000, dtype="i4").reshape(1500, 2)  # more buffers than the kernel takes in one call
+        storage.set(keys[1:2], [Parts(many)]).wait(60)
+        storage.get(keys[1:2], [Parts(into := numpy.zeros_like(many))]).wait(60)
+        assert (into == many).all()
 
 
 @pytest.mark.parametrize("rest", [0, 104, 100])  # bytes after the last whole row

@@ -49,7 +49,7 @@ def run(cache, requests: int, seed: int, share=0.05, make=engines.make, rank=0, 
 
     Returns: counts of events."""
     caches = cache if isinstance(cache, list) else [cache]
-    model = engines.tiny_model(0, 4) if caches[0] in engines.RUNNERS and not model else model
+    model = engines.tiny_model(0, 4) if caches[0] in engines.RUNNERS else model
     oracle, counts, rng, number = engines.Oracle(model), Counter(), random.Random(seed), 0
     while counts["requests"] < requests and not (until_wrong and counts["wrong"] + counts["failed"]):
         if number % 4 == 0:

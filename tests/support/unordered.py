@@ -36,42 +36,33 @@ def reads_padding(pieces, index, rows, *given, run=Pieces.run):
     return pieces.inputs[index + 1, rows.start + 1 : rows.stop + 1]
 
 
-# guard -> (the object that has it, replacements, the effect of its absence)
+# guard -> (the object that has it, replacements)
 GUARDS = {
-    "wait_event": (
-        "common.cuda_link.CudaTransfer", dict(queue_wait=lambda transfer: True),
-        "Copies are late: the question reads K and V of a layer before they have arrived."),
-    "wait_stream": (
-        "torch.cuda.Stream", dict(wait_stream=lambda stream, other: None),
-        "(Chapter 04.) Compute is late: hidden states are copied out before the step has computed them."),
-    "hold": (
-        "common.cache.Cache", dict(hold=hold_nothing),
-        "Copies are late: the next document overwrites blocks that are still being copied out."),
-    "ready": (
-        "common.cuda_link.CudaTransfer",  # span must not wait, either
-        dict(ready=property(lambda transfer: True), span=lambda transfer: (transfer.issued, transfer.issued)),
-        "Copies are late: blocks in host memory are found before their copy has completed."),
-    "record_stream": (
-        "torch.Tensor", dict(record_stream=lambda tensor, stream: None),
-        "(Copies of temporary tensors.) The next tensor gets memory that a copy still reads."),
-    "copied inputs": (
-        engines.hidden_states.HiddenCache, dict(step_states=lambda cache, batch: cache.inputs),
-        "(Chapter 04.) The next pass overwrites inputs of layers that are still being copied out."),
-    "kernels wait": (
-        "torch.cuda.Stream", dict(wait_stream=lambda stream, other: None),
-        "(Scattered blocks.) Compute is late: a kernel copies blocks out before they are written."),
-    "kernels' memory": (
-        "common.cache.Cache", dict(hold=hold_nothing),
-        "(Scattered blocks.) Copies are late: a kernel reads host blocks that belong to another document now."),
-    "padding": (
-        "shell.pieces.Pieces", dict(run=reads_padding),
-        "(Graphs.) Padding rows are taken for rows of the pass."),
+    # Copies are late: the question reads K and V of a layer before they have arrived
+    "wait_event": ("common.cuda_link.CudaTransfer", dict(queue_wait=lambda transfer: True)),
+    # (Chapter 04.) Compute is late: hidden states are copied out before the step has computed them
+    "wait_stream": ("torch.cuda.Stream", dict(wait_stream=lambda stream, other: None)),
+    # Copies are late: the next document overwrites blocks that are still being copied out
+    "hold": ("common.cache.Cache", dict(hold=hold_nothing)),
+    # Copies are late: blocks in host memory are found before their copy has completed. `span` must not wait, either
+    "ready": ("common.cuda_link.CudaTransfer",
+              dict(ready=property(lambda transfer: True), span=lambda transfer: (transfer.issued, transfer.issued))),
+    # (Copies of temporary tensors.) The next tensor gets memory that a copy still reads
+    "record_stream": ("torch.Tensor", dict(record_stream=lambda tensor, stream: None)),
+    # (Chapter 04.) The next pass overwrites inputs of layers that are still being copied out
+    "copied inputs": (engines.hidden_states.HiddenCache, dict(step_states=lambda cache, batch: cache.inputs)),
+    # (Scattered blocks.) Compute is late: a kernel copies blocks out before they are written
+    "kernels wait": ("torch.cuda.Stream", dict(wait_stream=lambda stream, other: None)),
+    # (Scattered blocks.) Copies are late: a kernel reads host blocks that belong to another document now
+    "kernels' memory": ("common.cache.Cache", dict(hold=hold_nothing)),
+    # (Graphs.) Padding rows are taken for rows of the pass
+    "padding": ("shell.pieces.Pieces", dict(run=reads_padding)),
 }  # fmt: skip
 
 
 def without(guard: str):
     """Context manager: remove a guard."""
-    owner, instead, _ = GUARDS[guard]
+    owner, instead = GUARDS[guard]
     return mock.patch.multiple(owner, **instead)
 
 
@@ -166,9 +157,6 @@ def main():
                 letters += f"{SCENES.get(case, scene)():>14}"
             waits += gpu.waits.count("pageable copy")
         print(f"{case:14}{letters}{waits:8}")
-    print("\npinned memory: the host waits while the driver stages each copy. Answers are right, but nothing overlaps.")
-    for guard, (*_, why) in GUARDS.items():
-        print(f"{guard}: {why}")
 
 
 if __name__ == "__main__":
