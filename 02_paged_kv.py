@@ -36,7 +36,7 @@ import random
 import sys
 import time
 from collections import OrderedDict
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import torch
 
@@ -49,9 +49,10 @@ from shell import charts, cli, lesson
 from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
-# Bytes. A context gets its own attention call if its K and V of one layer take more than this. Padding the
-# other contexts to its length would cost more than the extra call
-PAD_LIMIT = {"cpu": 1 << 20, "cuda": 1 << 24}
+# Bytes of K and V in one layer. A context that takes more than the first number gets its own attention call:
+# padding the other contexts to its length would cost more than the extra call. The gathered contexts of one
+# call take at most the second number, so that a processor's cache still has them when attention reads them
+PAD_LIMITS = {"cpu": (1 << 20, 4 << 20), "cuda": (1 << 24, 1 << 62)}
 
 # 1. Blocks -------------------------------------------------------------------------------------
 
@@ -183,66 +184,62 @@ class BlockPool:
 class Batch:
     """The tokens of one step as a flat batch, the slots to write their K and V to, and the slots to read.
 
-    The contexts of requests that compute one token each are read together: they are gathered, and padded to
-    the same length. Long contexts, and those of prefill portions, are read one by one. If the blocks of such
-    a context are adjacent, it is read in place, without a copy. Slots that were never written must not be
-    read: they may hold NaN, and 0 * NaN is NaN."""
+    The contexts of requests that compute one token each are read in groups: those of a group are gathered,
+    and padded to the same length. Long contexts, and those of prefill portions, are read one by one. If the
+    blocks of such a context are adjacent, it is read in place, without a copy. Slots that were never written
+    must not be read: they may hold NaN, and 0 * NaN is NaN."""
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]], same_bits: bool = False):
         """`work`: (request, count) pairs: each request computes its next `count` tokens. `same_bits`: a
         token's numbers must have the same bits, whether it is computed alone or in a batch."""
         self.pool, self.same_bits, device = pool, same_bits, pool.memory.device
         self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].next))  # requests of one token first
-        most = PAD_LIMIT[device.type] * len(pool.memory) * pool.block_size // pool.block_bytes  # tokens
-        short = sum(count == 1 and request.next < most for request, count in self.work)
-        num_padded = short if short > 1 else 0  # requests that share one padded read
-        size, tokens, positions, slots, last = pool.block_size, [], [], [], []
-        for request, count in self.work:
+        scale = len(pool.memory) * pool.block_size / pool.block_bytes  # tokens per byte of a layer
+        long, most = (limit * scale for limit in PAD_LIMITS[device.type])  # tokens
+        size, tokens, positions, slots, last, groups = pool.block_size, [], [], [], [], []
+        for number, (request, count) in enumerate(self.work):
             own = range(request.next, request.next + count)
             tokens += request.tokens[own.start : own.stop]
             positions += own
             slots += [request.table[at // size] * size + at % size for at in own]
             if count == request.pending:
                 last.append(len(positions) - 1)
+            keys = whole_blocks(own.stop) if same_bits else own.stop  # tokens in a padded read
+            joins = groups and count == 1 and keys < long and (number + 1 - groups[-1][0]) * keys <= most
+            first = groups.pop()[0] if joins else number
+            groups.append((first, number + 1, keys if joins else own.stop))
         tables = [request.table[: pool.num_blocks(request.next + count)] for request, count in self.work]
-        keys = self.work[num_padded - 1][0].next + 1 if num_padded else 0
-        keys = whole_blocks(keys) if same_bits else keys  # tokens in each padded read
-        for table in tables[:num_padded]:
-            table += table[:1] * (pool.num_blocks(keys) - len(table))
+        for first, end, keys in groups:
+            for table in tables[first:end]:
+                table += table[:1] * (pool.num_blocks(keys) - len(table))
         lists = [tokens, positions, slots, last, *tables]  # upload once: each upload to a GPU takes 10 us
-        flat = upload([number for numbers in lists for number in numbers], device)
-        numbers = flat.split_with_sizes([*map(len, lists)])
+        numbers = upload([*chain(*lists)], device).split_with_sizes([*map(len, lists)])
         # [T] each; `last_rows` [R] are the rows to sample from
         self.tokens, self.positions, self.slots, self.last_rows = numbers[:4]
-        self.reads = self.plan_reads(num_padded, keys, tables, numbers[4:])
+        self.reads = self.plan_reads(groups, tables, numbers[4:])
 
-    def plan_reads(self, num_padded: int, keys: int, tables: list[list[int]], uploaded: tuple):
-        """Plan which slots each row reads. The first `num_padded` requests share one read, padded to `keys`
-        tokens. Each other request has its own.
+    def plan_reads(self, groups: list[tuple[int, int, int]], tables: list[list[int]], uploaded: tuple):
+        """Plan which slots each row reads. `groups`: (first, end, keys): requests [first, end) share one
+        read, padded to `keys` tokens (S). A group of one request is not padded.
 
-        `tables` and `uploaded`: the block tables on the host and on the device. Returns: a list of (rows,
-        slots, mask). `slots` is a slice if the blocks are adjacent, else a tensor."""
-        pool, row, reads = self.pool, num_padded, []
-        if num_padded:
-            reads.append((slice(0, row), *self.read_padded(torch.stack(uploaded[:row]), keys)))
-        for (request, count), table, there in list(zip(self.work, tables, uploaded))[num_padded:]:
-            first, end = table[0] * pool.block_size, request.next + count
-            adjacent = table == list(range(table[0], table[0] + len(table)))
-            slots = slice(first, first + end) if adjacent else pool.slots(there)[:end]  # a slice, or [S]
-            mask = causal_mask(count, end, there.device, pool.memory.dtype, self.same_bits)  # [T, S]
-            reads.append((slice(row, row + count), slots, mask))
-            row += count
+        `tables` and `uploaded`: the block tables on the host and on the device. Padding points at a slot that
+        was written, because a masked NaN would still make the sum NaN. Returns: a list of (rows, slots,
+        mask). `slots` is a slice if the blocks of a single request are adjacent, else a tensor."""
+        pool, memory, row, reads = self.pool, self.pool.memory, 0, []
+        for first, end, keys in groups:
+            table, rows = tables[first], slice(row, row + self.work[first][1] + end - first - 1)
+            if end - first > 1:
+                slots = pool.slots(torch.stack(uploaded[first:end]))[:, :keys]  # [B, S]
+                is_future = torch.arange(keys, device=slots.device) > self.positions[rows, None]
+                mask = torch.zeros_like(is_future, dtype=memory.dtype).masked_fill_(is_future, -math.inf)
+                slots, mask = slots.where(mask == 0, slots[:, :1]), mask[:, None, None]
+            else:
+                start, run = table[0] * pool.block_size, [*range(table[0], table[0] + len(table))]
+                slots = slice(start, start + keys) if table == run else pool.slots(uploaded[first])[:keys]
+                mask = causal_mask(rows.stop - row, keys, memory.device, memory.dtype, self.same_bits)
+            reads.append((rows, slots, mask))
+            row = rows.stop
         return reads
-
-    def read_padded(self, tables: torch.Tensor, keys: int):
-        """Gather the contexts of requests that compute one token each, padded to `keys` tokens (S).
-
-        `tables` [B, blocks]. Returns: slots [B, S] and mask [B, 1, 1, S]. Padding points at a slot that was
-        written, because a masked NaN would still make the sum NaN."""
-        slots = self.pool.slots(tables)[:, :keys]  # [B, S]
-        is_future = torch.arange(slots.shape[1], device=slots.device) > self.positions[: len(tables), None]
-        mask = torch.zeros_like(is_future, dtype=self.pool.memory.dtype).masked_fill_(is_future, -math.inf)
-        return slots.where(mask == 0, slots[:, :1]), mask[:, None, None]
 
     def attend(self, layer: int):
         """Return the function attend(q, k, v) of one layer.

@@ -33,7 +33,7 @@ RACES = {
         "slots that were not written are not read",
         "A short block table is padded with slots that were never written. Their scores are masked, and a masked score has\n"
         "weight 0; but 0 times NaN is NaN.",
-        engines.paged.Batch, "read_padded", "slots.where(mask == 0, slots[:, :1])", "slots"),
+        engines.paged.Batch, "plan_reads", "slots.where(mask == 0, slots[:, :1])", "slots"),
     "given-up": (
         "blocks that a copy reads or writes stay referenced",
         "A request ends while its blocks are still being copied out. Another request gets these blocks and writes to them,\n"
