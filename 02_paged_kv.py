@@ -49,9 +49,10 @@ from shell import charts, cli, lesson
 from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
-# Bytes of K and V in one layer. A context that takes more than the first number gets its own attention call:
-# padding the other contexts to its length would cost more than the extra call. The gathered contexts of one
-# call take at most the second number, so that a processor's cache still has them when attention reads them
+# Bytes of K and V in one layer. A context that takes at least the first number gets its own attention call:
+# padding the other contexts to its length would cost more than the extra call. Contexts that share a call
+# take at most the second number together, so that they are still in a processor's cache when attention reads
+# them; on a GPU there is no such limit
 PAD_LIMITS = {"cpu": (1 << 20, 4 << 20), "cuda": (1 << 24, 1 << 62)}
 
 # 1. Blocks -------------------------------------------------------------------------------------
@@ -186,8 +187,8 @@ class Batch:
 
     The contexts of requests that compute one token each are read in groups: those of a group are gathered,
     and padded to the same length. Long contexts, and those of prefill portions, are read one by one. If the
-    blocks of such a context are adjacent, it is read in place, without a copy. Slots that were never written
-    must not be read: they may hold NaN, and 0 * NaN is NaN."""
+    blocks of a context that is read alone are adjacent, it is read in place, without a copy. Slots that were
+    never written must not be read: they may hold NaN, and 0 * NaN is NaN."""
 
     def __init__(self, pool: BlockPool, work: list[tuple[Request, int]], same_bits: bool = False):
         """`work`: (request, count) pairs: each request computes its next `count` tokens. `same_bits`: a
@@ -204,7 +205,7 @@ class Batch:
             slots += [request.table[at // size] * size + at % size for at in own]
             if count == request.pending:
                 last.append(len(positions) - 1)
-            keys = whole_blocks(own.stop) if same_bits else own.stop  # tokens in a padded read
+            keys = whole_blocks(own.stop) if same_bits else own.stop  # of the group, if it joins one
             joins = groups and count == 1 and keys < long and (number + 1 - groups[-1][0]) * keys <= most
             first = groups.pop()[0] if joins else number
             groups.append((first, number + 1, keys if joins else own.stop))
@@ -222,11 +223,13 @@ class Batch:
         """Plan which slots each row reads. `groups`: (first, end, keys): requests [first, end) share one
         read, padded to `keys` tokens (S). A group of one request is not padded.
 
-        `tables` and `uploaded`: the block tables on the host and on the device. Padding points at a slot that
-        was written, because a masked NaN would still make the sum NaN. Returns: a list of (rows, slots,
-        mask). `slots` is a slice if the blocks of a single request are adjacent, else a tensor."""
+        `tables` and `uploaded`: the block tables on the host and on the device. Padding reads the request's
+        first slot again, which was written. Returns: a list of (rows, slots, mask). Of one request, `slots`
+        is a slice if its blocks are adjacent, else [S]. Of several they are [B, S], and their mask is [B, 1,
+        1, S]."""
         pool, memory, row, reads = self.pool, self.pool.memory, 0, []
         for first, end, keys in groups:
+            # A row for each request, or for each token of a single one
             table, rows = tables[first], slice(row, row + self.work[first][1] + end - first - 1)
             if end - first > 1:
                 slots = pool.slots(torch.stack(uploaded[first:end]))[:, :keys]  # [B, S]

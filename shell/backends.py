@@ -214,8 +214,8 @@ class RedisBackend:
     Redis would store a value of 2 MiB and 4 bytes in 2.5 MiB. So the end of a value that is a little larger
     than a power of two is stored apart, under the key with a "+".
 
-    `timeout`: seconds for connecting, and for each read or write of the socket. A whole answer may take
-    longer; while it does, its lane counts as hanging (shell/workers.py), and no request waits for it."""
+    `timeout`: seconds for connecting, and for each read or write of the socket. How long requests wait for a
+    whole answer does not depend on it: see `Worker.hangs` (shell/workers.py)."""
 
     def __init__(self, url: str, timeout: float = 1.0, keep_days: float = 7.0):
         import redis

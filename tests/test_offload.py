@@ -245,7 +245,7 @@ def test_an_exception_in_one_callback_stops_no_other_and_no_closing(caplog):
 
 @pytest.mark.parametrize("steps, by", [(1, "step"), (4, "request")])
 def test_a_failed_copy_is_made_again(steps, by):
-    """The copy fails while its request runs, and the next step repeats it; or when it has ended, and the next request does."""
+    """If the request still runs, the next step repeats the copy. If it has ended, the next request does."""
     engine, cache, save, _ = engine_for(save=False)
     save.failing = True
     engines.submit(engine, Request(PROMPT, 4), steps=steps)
@@ -253,6 +253,6 @@ def test_a_failed_copy_is_made_again(steps, by):
     save.failing = False
     for _ in range(2):
         engine.step() if by == "step" else check_pools(engine)
-    assert not cache.host.block_of and bool(cache.saving) == (by == "step"), "blocks are not found before they have arrived"
+    assert bool(cache.saving) == (by == "step") and not cache.host.block_of, "a copy that failed is forgotten"
     ask(engine, PROMPT)
-    assert save.labels == ["save 6"] * 2 and not cache.host.block_of
+    assert save.labels == ["save 6"] * 2 and not cache.host.block_of, "blocks are copied again, and not found before they have arrived"

@@ -36,7 +36,7 @@ def reads_padding(pieces, index, rows, *given, run=Pieces.run):
     return pieces.inputs[index + 1, rows.start + 1 : rows.stop + 1]
 
 
-# guard -> (the object that has it, replacements)
+# guard -> (the object that has it, replacements); the comments say what goes wrong without it
 GUARDS = {
     # Copies are late: the question reads K and V of a layer before they have arrived
     "wait_event": ("common.cuda_link.CudaTransfer", dict(queue_wait=lambda transfer: True)),
@@ -44,7 +44,7 @@ GUARDS = {
     "wait_stream": ("torch.cuda.Stream", dict(wait_stream=lambda stream, other: None)),
     # Copies are late: the next document overwrites blocks that are still being copied out
     "hold": ("common.cache.Cache", dict(hold=hold_nothing)),
-    # Copies are late: blocks in host memory are found before their copy has completed. `span` must not wait, either
+    # Copies are late: blocks in host memory are found before their copy has completed. `span` is replaced, too, since it would wait
     "ready": ("common.cuda_link.CudaTransfer",
               dict(ready=property(lambda transfer: True), span=lambda transfer: (transfer.issued, transfer.issued))),
     # (Copies of temporary tensors.) The next tensor gets memory that a copy still reads
