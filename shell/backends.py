@@ -214,13 +214,15 @@ class RedisBackend:
     Redis would store a value of 2 MiB and 4 bytes in 2.5 MiB. So the end of a value that is a little larger
     than a power of two is stored apart, under the key with a "+".
 
-    `timeout`: seconds for connecting, and for each read or write of the socket. How long requests wait for a
-    whole answer does not depend on it: see `Worker.hangs` (shell/workers.py)."""
+    `timeout`: seconds for connecting. A read or write of the socket may take ten times as long, because a
+    large value takes long over a slow network. Requests do not wait so long: see `Worker.hangs`
+    (shell/workers.py)."""
 
     def __init__(self, url: str, timeout: float = 1.0, keep_days: float = 7.0):
         import redis
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)     # no retry: a late answer is useless
-        self.client = redis.Redis.from_url(url, retry=retry, socket_timeout=timeout)
+        limits = dict(socket_connect_timeout=timeout, socket_timeout=10 * timeout)
+        self.client = redis.Redis.from_url(url, retry=retry, **limits)
         self.now, self.life = 0, int(864e5 * keep_days)     # ms: latest use, and from there to expiry
         self.full = redis.exceptions.OutOfMemoryError
 

@@ -266,7 +266,7 @@ def wrong_rows(engine) -> list[tuple]:
         tokens = []
         while block_key:
             tokens, block_key = [*block_key.tokens, *tokens], block_key.parent
-        runner, inputs = paged.Runner(engine.model, CONTEXT // 16), []
+        runner, inputs = paged.Runner(engine.model, 32), []
         request = Request(tokens, 1, table=runner.pool.allocate(runner.pool.num_blocks(len(tokens))))
         runner.forward([(request, len(tokens))], lambda *given, inputs=inputs: inputs.append(given[1]))
         for part, layer in zip(store.parts, engine.lower_tier.cache.layers):
