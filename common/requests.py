@@ -271,11 +271,6 @@ class RequestQueue:
         self.wake.wait(max(0.0, min(seconds, most)))
         self.wake.clear()
 
-    def interrupt(self):
-        """Raise Interrupted if `arrivals` has an entry."""
-        if self.arrivals:
-            raise Interrupted
-
     @contextmanager
     def contain(self, request: Request | None = None):
         """Context manager: an exception inside fails only this request. Without a request, the exception is

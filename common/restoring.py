@@ -22,8 +22,8 @@ GRACE = 0.05
 class Restorer:
     """The engine's lower tier: a Cache, and the rules for its restorations.
 
-    The engine calls the methods below in the order of a step. The Restorer calls the engine's `register`,
-    `requeue`, `contain`, `interrupt`, `sleep` and `on_error`."""
+    The engine calls the methods below in the order of a step. The Restorer reads the engine's `arrivals`, and
+    calls its `register`, `requeue`, `contain`, `sleep` and `on_error`."""
 
     def __init__(self, cache: Cache, estimates: Estimates):
         """`estimates`: predicts the seconds of loading and of computing."""
@@ -164,7 +164,8 @@ class Restorer:
                 elif restoration.awaited is None:  # it has done a portion of work; other requests may run
                     if not wait or restoration.computes:
                         break
-                    self.engine.interrupt()
+                    if self.engine.arrivals:
+                        raise Interrupted
         except Interrupted:
             raise
         except Exception as error:
@@ -190,7 +191,8 @@ class Restorer:
                     raise TransferError(f"{transfer.label} is late")
                 if not wait:
                     return False
-                engine.interrupt()
+                if engine.arrivals:
+                    raise Interrupted
                 engine.sleep(left)
             self.waited.append((began, engine.clock.mark()))
         transfer.check()

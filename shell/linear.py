@@ -12,8 +12,10 @@ from common.llama import ROWS, Linear
 class FastLinear(Linear):
     """A linear layer y = x W^T + b that chooses the fastest product on a CPU.
 
-    The rows are multiplied with a copy of the weight in oneDNN's layout. For a single row of float32, the
-    time is that of reading the weight, so each of several threads reads its own part of the weight.
+    The rows are multiplied with a copy of the weight in oneDNN's layout. If the processor has no instructions
+    for the weight's 16 bits, this copy is in float32. For a single row, the time is that of reading the
+    weight: so in float32 each of several threads reads its own part of the weight, and in 16 bits without a
+    copy of 16 bits the weight itself is read.
 
     The same bits. One to three rows are summed in another order, but all multiples of ROWS in one order. So
     the number of rows is padded, and the result of a row does not depend on the other rows."""
@@ -24,7 +26,8 @@ class FastLinear(Linear):
     def forward(self, x):                                              # [T, inputs] -> [T, outputs]
         rows, threads = len(x), torch.get_num_threads()
         alone = rows == 1 and not self.same_bits
-        if x.device.type != "cpu" or alone and self.reordered is None and x.dtype.itemsize == 2:
+        copied = self.reordered is not None and self.kind == x.dtype    # the copy has the dtype of x
+        if x.device.type != "cpu" or alone and x.dtype.itemsize == 2 and not copied:
             return super().forward(x)
         if alone and x.dtype == torch.float32 and (self.reordered is None or threads > 1):
             count = math.gcd(len(self.weight), threads)
@@ -43,8 +46,7 @@ class FastLinear(Linear):
             out = F.linear(padded, weight, bias)
         else:
             out = torch.ops.mkldnn._linear_pointwise.default(padded, self.reordered, bias, "none", [], "")
-        out = out if len(out) == rows else out[:rows]
-        return out if self.kind == x.dtype else out.to(x.dtype)
+        return (out if len(out) == rows else out[:rows]).to(x.dtype)
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -60,7 +62,7 @@ def speed_up(model: nn.Module, copies: bool, same_bits: bool = False):
     embedding that a tied head shares.
 
     `copies`: there is enough memory for copies of the weights. If every product reads the copy, the
-    layer's own weight is freed: with weights of 16 bits, or with `same_bits` (see FastLinear). Returns:
+    layer's own weight is freed: if the copy has 16 bits, or with `same_bits` (see FastLinear). Returns:
     `model`. Call it once; the model then stays on the CPU."""
     for linear in model.modules():
         if isinstance(linear, Linear):
@@ -70,6 +72,6 @@ def speed_up(model: nn.Module, copies: bool, same_bits: bool = False):
                 with suppress(AttributeError, RuntimeError):    # no kernel for this device or dtype
                     weight = linear.weight.detach().to(linear.kind)
                     linear.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-                    if same_bits or linear.weight.dtype.itemsize == 2:      # every product reads the copy
+                    if same_bits or weight.dtype.itemsize == 2:     # every product reads the copy
                         linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
     return model
