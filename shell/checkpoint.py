@@ -140,7 +140,7 @@ def prepare_for_cpu(model: Llama, on_host: bool, sharding, same_bits: bool, dige
     if same_bits:
         bits.check(model)
         count = ranks.count if ranks else 1
-        digest.update(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {count}".encode())
+        digest.update(f"rule2 {torch.__version__} {torch.backends.cpu.get_cpu_capability()} {count}".encode())
 
 
 def pick_device(device: str) -> str:
