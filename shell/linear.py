@@ -13,23 +13,22 @@ class FastLinear(Linear):
     """A linear layer y = x W^T + b that chooses the fastest product on a CPU.
 
     The rows are multiplied with a copy of the weight in oneDNN's layout. If the processor has no instructions
-    for the weight's 16 bits, this copy is in float32. For a single row, the time is that of reading the
-    weight: so in float32 each of several threads reads its own part of the weight, and in 16 bits without a
-    copy of 16 bits the weight itself is read.
+    for 16 bits, the copy is in float32. A single row takes as long as it takes to read the weight. So in two
+    cases it reads the weight itself: in float32 if there are several threads, each of which reads its own
+    part; and in 16 bits if the copy has 32.
 
     The same bits. One to three rows are summed in another order, but all multiples of ROWS in one order. So
     the number of rows is padded, and the result of a row does not depend on the other rows."""
     reordered = None        # a copy of the weight in oneDNN's layout, if there is memory for it
     kind = torch.float32    # dtype of the product
-    same_bits = False       # whether a single row of float32 is padded, too
+    direct = True           # whether a single row is multiplied with the weight itself
 
     def forward(self, x):                                              # [T, inputs] -> [T, outputs]
         rows, threads = len(x), torch.get_num_threads()
-        alone = rows == 1 and not self.same_bits
-        copied = self.reordered is not None and self.kind == x.dtype    # the copy has the dtype of x
-        if x.device.type != "cpu" or alone and x.dtype.itemsize == 2 and not copied:
+        alone = rows == 1 and self.direct
+        if x.device.type != "cpu" or alone and x.dtype.itemsize == 2:
             return super().forward(x)
-        if alone and x.dtype == torch.float32 and (self.reordered is None or threads > 1):
+        if alone and (threads > 1 or self.reordered is None):
             count = math.gcd(len(self.weight), threads)
             parts = self.weight.unflatten(0, (count, -1))              # [parts, outputs / parts, inputs]
             out = torch.bmm(parts, x.t().expand(count, -1, -1)).view(1, -1)
@@ -61,17 +60,18 @@ def speed_up(model: nn.Module, copies: bool, same_bits: bool = False):
     """Turn the linear layers of a loaded model into FastLinear, in place. Hooks stay, and so does the
     embedding that a tied head shares.
 
-    `copies`: there is enough memory for copies of the weights. If every product reads the copy, the
-    layer's own weight is freed: if the copy has 16 bits, or with `same_bits` (see FastLinear). Returns:
-    `model`. Call it once; the model then stays on the CPU."""
+    `copies`: there is enough memory for copies of the weights. If single rows read the copy, too, the layer's
+    own weight is freed. `same_bits`: all rows are multiplied in the same way. Returns: `model`. Call it once,
+    with the number of threads that will be used; the model then stays on the CPU."""
     for linear in model.modules():
         if isinstance(linear, Linear):
-            linear.__class__, linear.same_bits = FastLinear, same_bits
-            linear.kind = product_dtype(linear.weight.dtype)
+            dtype, several = linear.weight.dtype, torch.get_num_threads() > 1
+            linear.__class__, linear.kind, linear.direct = FastLinear, product_dtype(dtype), not same_bits
             if copies:
                 with suppress(AttributeError, RuntimeError):    # no kernel for this device or dtype
                     weight = linear.weight.detach().to(linear.kind)
                     linear.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-                    if same_bits or weight.dtype.itemsize == 2:     # every product reads the copy
+                    linear.direct &= several if dtype == torch.float32 else linear.kind != dtype
+                    if not linear.direct:
                         linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
     return model
