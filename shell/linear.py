@@ -13,9 +13,9 @@ class FastLinear(Linear):
     """A linear layer y = x W^T + b that chooses the fastest product on a CPU.
 
     The rows are multiplied with a copy of the weight in oneDNN's layout. If the processor has no instructions
-    for 16 bits, the copy is in float32. A single row takes as long as it takes to read the weight. So in two
-    cases it reads the weight itself: in float32 if there are several threads, each of which reads its own
-    part; and in 16 bits if the copy has 32.
+    for 16 bits, the copy is in float32. The time of a single row is that of reading the weight. So a single
+    row is multiplied with the weight itself in two cases: in float32 if there are several threads, since each
+    reads its own part; and in 16 bits if the copy has 32.
 
     The same bits. One to three rows are summed in another order, but all multiples of ROWS in one order. So
     the number of rows is padded, and the result of a row does not depend on the other rows."""
