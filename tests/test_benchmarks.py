@@ -185,7 +185,7 @@ def test_each_part_of_the_gpu_report_runs_on_the_emulated_gpu(monkeypatch, tmp_p
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a real one has other numbers, and counts no copies")
 @pytest.mark.parametrize("on_host", [False, True])
 def test_a_gpu_makes_random_weights_itself_and_they_have_another_digest(on_host):
-    model, *_ = checkpoint.load("random:tiny:64", "float32", "cpu")
+    model, *_ = checkpoint.load("random:tiny:64", "float32", "cpu", on_host=True)  # so the weights stay
     with streams.emulate("early") as gpu:
         there, *_ = checkpoint.load("random:tiny:64", "float32", "cuda", on_host)
         assert all(size < 1 << 14 for way, size in gpu.copies if way == "to the device") and there.digest != model.digest
