@@ -50,7 +50,8 @@ NAMES = {own: names for own, *names in read_words("weights.txt")}
 
 
 def reserve(size: int):
-    """Let glibc take the next `size` bytes from one area with pages of 2 MB, if the kernel has them.
+    """Let glibc take the next `size` bytes from one area with pages of 2 MB, if the kernel has them. Its
+    settings stay until `keep_freed_memory`.
 
     A token reads all weights. With pages of 4 KB, a token of SmolLM2 took 1.2 times as long."""
     with suppress(AttributeError, OSError, TypeError):          # not glibc, or no room
@@ -64,7 +65,7 @@ def reserve(size: int):
 
 
 def keep_freed_memory():
-    """Let glibc keep up to 1 GiB of memory that is freed from now on, for reuse.
+    """Let glibc keep up to 1 GiB of memory that is freed from now on, for reuse, in pieces of up to 32 MB.
 
     Otherwise glibc may return memory to the kernel after each layer, and the next layer faults every page in
     again. Some decode steps then took ten times as long."""

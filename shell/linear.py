@@ -13,14 +13,15 @@ class FastLinear(Linear):
     """A linear layer y = x W^T + b that chooses the fastest product on a CPU.
 
     The rows are multiplied with a copy of the weight in oneDNN's layout. If the processor has no instructions
-    for 16 bits, the copy is in float32. The time of a single row is that of reading the weight. So a single
-    row is multiplied with the weight itself in two cases: in float32 if there are several threads, since each
-    reads its own part; and in 16 bits if the copy has 32.
+    for 16 bits, the copy is in float32. A single row takes the time of reading its matrix. So without a copy,
+    or if it is faster, a single row is multiplied with the weight itself: in float32, if several threads read
+    a part each; and with a weight of 16 bits whose copy is in float32.
 
-    The same bits. One to three rows are summed in another order, but all multiples of ROWS in one order. So
-    the number of rows is padded, and the result of a row does not depend on the other rows."""
+    The same bits. oneDNN sums one to three rows in another order than more rows, but all multiples of ROWS in
+    one order. So the number of rows is padded. Then the result of a row does not depend on the other rows,
+    except for a single row that is multiplied with the weight itself."""
     reordered = None        # a copy of the weight in oneDNN's layout, if there is memory for it
-    kind = torch.float32    # dtype of the product
+    kind = torch.float32    # dtype of the copy, and of products of several rows
     direct = True           # whether a single row is multiplied with the weight itself
 
     def forward(self, x):                                              # [T, inputs] -> [T, outputs]
@@ -60,9 +61,9 @@ def speed_up(model: nn.Module, copies: bool, same_bits: bool = False):
     """Turn the linear layers of a loaded model into FastLinear, in place. Hooks stay, and so does the
     embedding that a tied head shares.
 
-    `copies`: there is enough memory for copies of the weights. If single rows read the copy, too, the layer's
-    own weight is freed. `same_bits`: all rows are multiplied in the same way. Returns: `model`. Call it once,
-    with the number of threads that will be used; the model then stays on the CPU."""
+    `copies`: there is enough memory for copies of the weights. If single rows read the copy as well, the
+    layer's own weight is freed. `same_bits`: all rows are multiplied in the same way. Returns: `model`. Set
+    PyTorch's number of threads first. Call it once; the model then stays on the CPU."""
     for linear in model.modules():
         if isinstance(linear, Linear):
             dtype, several = linear.weight.dtype, torch.get_num_threads() > 1
