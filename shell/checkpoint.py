@@ -50,10 +50,11 @@ NAMES = {own: names for own, *names in read_words("weights.txt")}
 
 
 def reserve(size: int):
-    """Let glibc take the next `size` bytes from one area with pages of 2 MB, if the kernel has them. Its
-    settings stay until `keep_freed_memory`.
+    """Let glibc take the next `size` bytes from one area with pages of 2 MB, if the kernel has them. The
+    allocator keeps these settings until `keep_freed_memory`.
 
-    A token reads all weights. With pages of 4 KB, a token of SmolLM2 took 1.2 times as long."""
+    A token reads all weights. With pages of 4 KB, a token of SmolLM2 took 1.2 times as long. `size`: bytes of
+    the weights, or of their copies."""
     with suppress(AttributeError, OSError, TypeError):          # not glibc, or no room
         libc, address, number = ctypes.CDLL(None), ctypes.c_void_p, ctypes.c_size_t
         libc.malloc.restype = address
