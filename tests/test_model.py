@@ -99,9 +99,9 @@ def test_64_greedy_tokens_equal_those_of_transformers(pair):
     assert len(set(expected)) > 4, "an answer that repeats few tokens would prove little"
 
 
-@pytest.mark.parametrize("kind", ["gqa", "classroom"])
-def test_bfloat16_stays_near_transformers(kind, tmp_path):
-    pair = make_pair(kind, tmp_path, "bfloat16")
+@pytest.mark.parametrize("kind, dtype", [("gqa", "bfloat16"), ("classroom", "bfloat16"), ("gqa", "float16"), ("classroom", "float16")])
+def test_16_bits_stay_near_transformers(kind, dtype, tmp_path):
+    pair = make_pair(kind, tmp_path, dtype)
     tokens = random_prompt(100, pair.ours.config.vocab_size)
     ours, theirs = logits_of(pair.ours, tokens, 1).float(), reference_logits(pair.theirs, tokens).float()
     exact = reference_logits(reference_model(pair.name, torch.float32), tokens)
