@@ -145,10 +145,9 @@ KEYS, ROWS = 512, 4
 def whole_blocks(keys: int) -> int:
     """-> `keys` rounded up to a length that the kernel sums in the same order as full blocks.
 
-    First it is rounded up to a multiple of 32. The kernel would sum a last block of 193 to 383 keys in two
-    halves. So such a block gets 384 keys, which are not halved."""
-    keys += -keys % 32
-    return keys + 384 - keys % KEYS if 192 < keys % KEYS < 384 else keys
+    That is a multiple of 32. A last block of more than 192 keys becomes a full one, because the kernel may
+    sum it in two parts: some processors halve 193 to 383 keys, others 257 to 511."""
+    return keys + -keys % (KEYS if keys % KEYS > 192 else 32)
 
 
 def attention(q, k, v, mask):

@@ -11,36 +11,59 @@ ON_A_GPU = ("--same-bits has no effect on a GPU, whose libraries choose other ke
             "rows; only tokens are compared.")
 REFUSED = ("--same-bits cannot be promised here: the results of this processor's kernels depend on the "
            "number of rows or threads; leave the option out.")
-# Tokens of the attention, and rows of the products (of large weights), computed as a whole and in parts
-TOKENS, ROWS, FEWER = 800, 515, 67
+# Tokens of the attention, and rows of the products (of large weights), computed as a whole and in parts; and
+# numbers of a product, at least: rounded to 16 bits, only one in 10,000 may differ
+TOKENS, ROWS, FEWER, NUMBERS = 800, 515, 67, 1 << 18
+# Rows of each product; 0: any number, but not for AMX, whose order of summation changes at many numbers of rows
+GROUPS = 0, 64, 32
+AMX = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}
 # (rows, tokens) of portions that end inside a block of keys or at its end, and inside a block of rows
 PORTIONS = (1, 60), (1, 180), (1, TOKENS), (2, 300), (12, KEYS), (99, 612), (100, 100), (300, 300)
 
 
 @torch.inference_mode()
-def check(model):
-    """Compute, with this model's shapes, results that must have the same bits. Raises ModelError if the bits
-    differ."""
-    threads, parts = torch.get_num_threads(), [*model.layers[0].modules(), model.head]
-    linears = [part for part in parts if isinstance(part, FastLinear)]
+def check(model, digest):
+    """Compute, with this model's shapes, results that must have the same bits. Multiply in the first of
+    GROUPS with which they have, and add the results to `digest`. Raises ModelError if there is none, or if
+    attention breaks the rule."""
+    linears = [part for part in model.modules() if isinstance(part, FastLinear)]
+    kinds = [part for part in [*model.layers[0].modules(), model.head] if part in linears]
+    has_amx = getattr(torch.cpu, AMX.get(model.head.kind, ""), bool)()
+    for group in GROUPS[has_amx:]:
+        for linear in linears:
+            linear.group = group
+        if all(holds(products, linear, digest) for linear in kinds):
+            break
+    else:
+        raise ModelError(REFUSED)
+    if not holds(attentions, model, digest):
+        raise ModelError(REFUSED)
+
+
+def holds(work, part, digest) -> bool:
+    """-> whether what `work(part)` compares has the same bits, with one thread and with all. If so, add the
+    result to `digest`."""
+    threads, wholes = torch.get_num_threads(), []
     try:
-        for work, part in [(attentions, model), *((products, linear) for linear in linears)]:
-            wholes = []
-            for count in 1, threads:
-                torch.set_num_threads(count)
-                whole, pairs = work(part)
-                wholes.append(whole)
-                if not all(torch.equal(*pair) for pair in [*pairs, (whole, wholes[0])]):
-                    raise ModelError(REFUSED)
+        for count in 1, threads:
+            torch.set_num_threads(count)
+            whole, pairs = work(part)
+            wholes.append(whole)
+            if not all(torch.equal(*pair) for pair in [*pairs, (whole, wholes[0])]):
+                return False
+        digest.update(whole.contiguous().view(torch.uint8).numpy())
+        return True
     finally:
         torch.set_num_threads(threads)
 
 
 def products(linear):
     """Return the product of many rows, and pairs (some rows, computed alone; these rows of it)."""
-    x = noise(ROWS if len(linear.weight) < 4096 else FEWER, linear.in_features, dtype=linear.weight.dtype)
+    outputs = linear.out_features
+    rows = max(ROWS, NUMBERS // outputs) if outputs < 4096 else FEWER
+    x = noise(rows, linear.in_features, dtype=linear.weight.dtype)
     whole = FastLinear.forward(linear, x)       # without hooks, which may call other ranks
-    parts = slice(0, 1), slice(1, 3), slice(3, 10), slice(10, 26)
+    parts = slice(0, 1), slice(1, 3), slice(3, 10), slice(10, 26), slice(26, 126)
     return whole, [(FastLinear.forward(linear, x[rows]), whole[rows]) for rows in parts]
 
 

@@ -19,10 +19,12 @@ class FastLinear(Linear):
 
     The same bits. oneDNN sums one to three rows in another order than more rows, but all multiples of ROWS in
     one order. So the number of rows is padded. Then the result of a row does not depend on the other rows,
-    except for a single row that is multiplied with the weight itself."""
+    except for a single row that is multiplied with the weight itself. A processor that multiplies tiles (AMX)
+    sums 16 bits in an order that depends on the number of rows. There, `group` makes it constant."""
     reordered = None        # a copy of the weight in oneDNN's layout, if there is memory for it
     kind = torch.float32    # dtype of the copy, and of products of several rows
     direct = True           # whether a single row is multiplied with the weight itself
+    group = 0               # rows of each product under --same-bits, if the bits depend on their number
 
     def forward(self, x):                                              # [T, inputs] -> [T, outputs]
         rows, threads = len(x), torch.get_num_threads()
@@ -34,19 +36,23 @@ class FastLinear(Linear):
             parts = self.weight.unflatten(0, (count, -1))              # [parts, outputs / parts, inputs]
             out = torch.bmm(parts, x.t().expand(count, -1, -1)).view(1, -1)
             return out if self.bias is None else out + self.bias
-        padded, weight, bias = x, self.weight, self.bias
-        if rows == 1:
-            padded = x.expand(ROWS, -1)
-        elif rows % ROWS:
-            padded = F.pad(x, (0, 0, 0, -rows % ROWS))
+        step, weight, bias = self.group or ROWS, self.weight, self.bias
+        padded = x.expand(step, -1) if rows == 1 else F.pad(x, (0, 0, 0, -rows % step)) if rows % step else x
         if self.kind != x.dtype:
             padded, bias = padded.to(self.kind), None if bias is None else bias.to(self.kind)
             weight = weight.to(self.kind) if self.reordered is None else weight
-        if self.reordered is None:
-            out = F.linear(padded, weight, bias)
-        else:
-            out = torch.ops.mkldnn._linear_pointwise.default(padded, self.reordered, bias, "none", [], "")
+        weight = weight if self.reordered is None else self.reordered
+        parts = [product(part, weight, bias) for part in padded.split(self.group or max(1, len(padded)))]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return (out if len(out) == rows else out[:rows]).to(x.dtype)
+
+
+def product(x, weight, bias):
+    """Compute x W^T + b with oneDNN, in any layout of the weight: all give the same bits in float32. PyTorch
+    would take MKL, which sums in another order for other numbers of rows and threads."""
+    if not torch.backends.mkldnn.is_available():
+        return F.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,9 +1,12 @@
 """--same-bits: all K, V and logits are chapter 01's, to the last bit."""
 
+import hashlib
 import os
 import re
-import runpy
+import subprocess
+import sys
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 from conftest import ROOT
 
 from common.requests import Request
-from shell import bits
+from shell import bits, linear
 from shell.config import ModelError
 from shell.linear import FastLinear
 from tests import test_bidirectional, test_tiered
@@ -22,7 +25,10 @@ from tests.support.engines import baseline, draw, make, paged
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 FAMILIES = dict(
     tied=dict(kv_heads=4, tie_word_embeddings=True), biases=dict(qkv_bias=True, output_bias=True, mlp_bias=True),
-    norms=dict(qk_norm=True, no_rope_layers=(1,)), one_kv_head=dict(kv_heads=1), plain_weights=dict(copies=False))  # fmt: skip
+    norms=dict(qk_norm=True, no_rope_layers=(1,)), one_kv_head=dict(kv_heads=1), plain_weights=dict(copies=False),
+    large_heads=dict(head_dim=128), groups=dict(group=32))  # fmt: skip
+# Only for Intel's processors is it known how to make MKL keep the rule for large heads (shell/settings.py)
+BROKEN = set() if "MKL_CBWR" in os.environ else {("large_heads", "float32"), ("large_heads", "float16")}
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +59,8 @@ def test_a_restored_cache_has_the_bits_of_a_computed_one(cache, dtype, threads):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_family_keeps_its_bits_in_any_batch(family, dtype, monkeypatch):
     """One marked request has the same logits in batches of every size, in portions, and as a single row."""
+    if (family, dtype) in BROKEN:
+        pytest.skip("large heads may have other bits here")
     monkeypatch.setitem(paged.PAD_LIMITS, "cpu", (1 << 20, 1 << 17))  # bytes, so the batches have several groups
     model, counts = exact_model(getattr(torch, dtype), **FAMILIES[family]), Counter()
     marked, others = draw(engines.random.Random(0), 150), [draw(engines.random.Random(seed), 40 * seed) for seed in range(1, 8)]
@@ -119,22 +127,28 @@ def test_a_seed_draws_the_same_tokens_beside_others_in_16_bits(dtype):
     assert make("none", model=model).generate([sampled(), *crowd])[0].new == alone and len({*alone}) > 5
 
 
-@pytest.mark.parametrize("broken", ["products", "attention"])
-def test_a_machine_whose_kernels_break_the_rule_refuses_the_option(broken, monkeypatch):
-    bits.check(model := exact_model(torch.float32))
+@pytest.mark.parametrize("broken, group", [("products", None), ("attention", None), ("rows", 64), ("threads", 32)])
+def test_a_machine_whose_kernels_break_the_rule_multiplies_in_groups_or_refuses_the_option(broken, group, monkeypatch):
+    torch.set_num_threads(2)
+    bits.check(model := exact_model(torch.float32), usual := hashlib.sha256())
+    forward, product, attention = FastLinear.forward, linear.product, bits.attention
     if broken == "products":
-        right = FastLinear.forward
-        monkeypatch.setattr(FastLinear, "forward", lambda linear, x: right(linear, x) + 1e-6 * len(x))
+        monkeypatch.setattr(FastLinear, "forward", lambda linear, x: forward(linear, x) + 1e-6 * len(x))
+    elif broken == "attention":
+        monkeypatch.setattr(bits, "attention", lambda q, k, v, mask: attention(q, k, v, mask) + 1e-6 * len(q))
     else:
-        right = bits.attention
-        monkeypatch.setattr(bits, "attention", lambda q, k, v, mask: right(q, k, v, mask) + 1e-6 * len(q))
-    with pytest.raises(ModelError, match="leave the option out"):
-        bits.check(model)
+        threads = lambda x: torch.get_num_threads() if broken == "threads" and len(x) > 32 else 1  # noqa: E731
+        monkeypatch.setattr(linear, "product", lambda x, *rest: product(x, *rest) + 1e-6 * len(x) * threads(x))
+    with pytest.raises(ModelError, match="leave the option out") if group is None else nullcontext():
+        bits.check(model, found := hashlib.sha256())
+        assert {part.group for part in model.modules() if isinstance(part, FastLinear)} == {group}
+        assert found.digest() != usual.digest()  # other blocks than those of a machine with other kernels
 
 
-def test_the_lessons_programs_print_its_results(tmp_path, capsys):
+def test_the_lessons_programs_print_its_results(tmp_path):
     page = (ROOT / "docs" / "lessons" / "why_bits_differ.md").read_text()
     (tmp_path / "programs.py").write_text("".join(re.findall(r"```python\n(.*?)```", page, re.S)))
-    runpy.run_path(str(tmp_path / "programs.py"))
-    one, four, _, _, whole_blocks = capsys.readouterr().out.split()  # the other two depend on where the numbers lie
-    assert (one, four, whole_blocks) == ("False", "True", "True")
+    plain = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}  # as a class runs them
+    printed = subprocess.run([sys.executable, tmp_path / "programs.py"], env=plain, capture_output=True, text=True, check=True).stdout
+    one, _, _, _, whole_blocks = printed.split()  # the others depend on the processor
+    assert (one, whole_blocks) == ("False", "True")

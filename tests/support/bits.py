@@ -5,6 +5,7 @@
 """
 
 import argparse
+import hashlib
 import random
 import sys
 from collections import Counter
@@ -16,19 +17,22 @@ import torch
 
 from common.llama import Llama
 from common.requests import Request
-from shell import checkpoint, lesson
+from shell import bits, checkpoint, lesson
 from shell.linear import speed_up
 from tests.support import engines, ranks
 from tests.support.engines import baseline, draw, paged
 
 
-def exact_model(dtype: torch.dtype, on_host=False, copies=True, **more) -> Llama:
-    """Return plain_model with the bits of `--same-bits`. `on_host`: for chapter 08. `more`: see plain_model."""
+def exact_model(dtype: torch.dtype, on_host=False, copies=True, group=0, **more) -> Llama:
+    """Return plain_model with the bits of `--same-bits`. `on_host`: for chapter 08. `group`: see FastLinear. `more`: see plain_model."""
     model = engines.plain_model(**more).to(dtype)
     model.dtype, model.same_bits, model.digest = dtype, True, b"bits"
     if on_host:
         engines.hybrid.layers_on_host(model, "cpu")
-    return speed_up(model, copies and not on_host, same_bits=True)
+    bits.check(speed_up(model, copies and not on_host, same_bits=True), hashlib.sha256())
+    for part in model.modules():
+        part.group = group or getattr(part, "group", 0)
+    return model
 
 
 @contextmanager
