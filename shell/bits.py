@@ -1,6 +1,9 @@
 """Check whether a row's result depends on its neighbours here. `--same-bits` promises that it does not.
 
 Whether that holds depends on the kernels that PyTorch, oneDNN and MKL choose for this processor."""
+import os
+from contextlib import suppress
+
 import torch
 
 from common.llama import KEYS, attention, causal_mask
@@ -19,6 +22,16 @@ GROUPS = 0, 64, 32
 AMX = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}
 # (rows, tokens) of portions that end inside a block of keys or at its end, and inside a block of rows
 PORTIONS = (1, 60), (1, 180), (1, TOKENS), (2, 300), (12, KEYS), (99, 612), (100, 100), (300, 300)
+
+
+def ask_for_strict_sums():
+    """On Intel's processors, let MKL sum in an order that does not depend on the numbers of rows and threads.
+
+    Attention in float32 needs it for heads of 96 numbers and more. It has no effect after the first product
+    of a process. On other processors MKL might take slow kernels."""
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        if "GenuineIntel" in file.read():
+            os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 @torch.inference_mode()

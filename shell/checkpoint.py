@@ -107,6 +107,8 @@ def load(name: str, dtype: str = "auto", device: str = "auto", on_host: bool = F
 
 def read_model(name: str, dtype: str, device: str, on_host: bool, sharding, same_bits: bool):
     device = pick_device(device)
+    if same_bits:
+        bits.ask_for_strict_sums()
     torch.backends.cuda.enable_cudnn_sdp(False)     # cuDNN takes 20 to 40 ms for each new length
     if name.startswith("random:"):
         config, configs = random_models.random_config(name), [{}]

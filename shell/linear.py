@@ -34,7 +34,7 @@ class FastLinear(Linear):
         if alone and (threads > 1 or self.reordered is None):
             count = math.gcd(len(self.weight), threads)
             parts = self.weight.unflatten(0, (count, -1))              # [parts, outputs / parts, inputs]
-            out = torch.bmm(parts, x.t().expand(count, -1, -1)).view(1, -1)
+            out = torch.bmm(x.expand(count, -1, -1), parts.mT).view(1, -1)
             return out if self.bias is None else out + self.bias
         step, weight, bias = self.group or ROWS, self.weight, self.bias
         padded = x.expand(step, -1) if rows == 1 else F.pad(x, (0, 0, 0, -rows % step)) if rows % step else x

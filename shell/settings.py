@@ -5,7 +5,6 @@ PyTorch, and only from the main module of a program, from its package, or from t
 import atexit
 import os
 import sys
-from contextlib import suppress
 
 # PyTorch's OpenMP threads spin before they sleep; PyTorch reads this setting when it is imported. The default
 # is to spin for milliseconds, which slows other processes down: a token took 1.9 times as long.
@@ -15,12 +14,6 @@ if "OMP_WAIT_POLICY" not in os.environ:
 # of weights. It takes about 0.7 MB, and 0.3 ms to build again. Values that the user has set take precedence.
 os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
-
-# On Intel's processors, MKL sums in an order that depends on the numbers of rows and threads, unless it is told
-# not to. Attention in float32 takes the same time. On others, this setting may choose slow kernels.
-with suppress(OSError), open("/proc/cpuinfo") as file:
-    if "GenuineIntel" in file.read():
-        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def print_exception(kind, error, trace, others=sys.excepthook):

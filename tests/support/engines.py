@@ -105,14 +105,14 @@ def tiny_model(seed: int = 0, kv_heads: int = 2, device: str = "cpu", on_host=Fa
     return model
 
 
-def plain_model(seed: int = 0, kv_heads: int = 2, depth: int = 3, head_dim: int = 16, **more) -> Llama:
+def plain_model(seed: int = 0, kv_heads: int = 2, depth: int = 3, **more) -> Llama:
     """Return a model with `depth` layers of width 64, 4 heads, a vocabulary of 300, and random weights.
 
     The weights are so large that early tokens change the answer. `more`: other fields of the config."""
     kind = FamilyConfig if more else LlamaConfig
     config = kind(
         vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=depth, num_attention_heads=4,
-        num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=CONTEXT, **more,
+        num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=CONTEXT, **more,
     )  # fmt: skip
     model = Llama(config, torch.float32, "cpu", layer_of(config))
     generator = torch.Generator().manual_seed(seed)
