@@ -1,6 +1,7 @@
 """--same-bits: all K, V and logits are chapter 01's, to the last bit."""
 
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -68,12 +69,15 @@ def test_every_family_keeps_its_bits_in_any_batch(family, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_large_heads_keep_their_bits_or_are_refused(dtype, tmp_path):
+def test_a_demo_with_large_heads_has_equal_bits_or_refuses_the_option(dtype, tmp_path):
     """In a process of its own, because MKL has to be asked before its first product."""
-    folder = write_model(tmp_path / "model", head_dim=128)
-    done = forked.run(tmp_path, "-m", "tests.support.bits", "--model", folder, "--dtype", dtype, "--requests", 12)
-    known = dtype == "bfloat16" or "GenuineIntel" in Path("/proc/cpuinfo").read_text()
-    assert re.search(r" [1-9]\d* restored, .* 0 different", done.stdout) or not known and bits.REFUSED in done.stderr, done.stdout + done.stderr
+    folder, report = write_model(tmp_path / "model", head_dim=128), tmp_path / "report.json"
+    done = forked.run(tmp_path, "02_paged_kv.py", "--model", folder, "--dtype", dtype, "--same-bits", "--demo", "--rounds", 1, "--json", report)
+    if dtype == "bfloat16" or "GenuineIntel" in Path("/proc/cpuinfo").read_text() or done.returncode == 0:
+        found = json.loads(report.read_text())["bits"]
+        assert found["equal"] and found["compared"] > 5000, done.stdout + done.stderr
+    else:
+        assert bits.REFUSED in done.stderr
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
