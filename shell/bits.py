@@ -30,8 +30,8 @@ def ask_for_strict_sums():
     Attention in float32 needs it for heads of 96 numbers and more. It has no effect after the first product
     of a process. On other processors MKL might take slow kernels."""
     with suppress(OSError), open("/proc/cpuinfo") as file:
-        if "GenuineIntel" in file.read():
-            os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+        if "GenuineIntel" in file.read() and not os.environ.get("MKL_CBWR"):
+            os.environ["MKL_CBWR"] = "AUTO,STRICT"
 
 
 @torch.inference_mode()

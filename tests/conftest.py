@@ -23,10 +23,11 @@ import shell.settings  # noqa: F401, I001  (before PyTorch)
 import pytest
 import torch
 
-from shell import checkpoint, machine, random_models, workers
+from shell import bits, checkpoint, machine, random_models, workers
 from shell.frontend import Frontend
 from tests.support.stub import Engine
 
+bits.ask_for_strict_sums()  # as the loader does for --same-bits, before the first product
 machine.PAUSE = machine.OPERATIONS = 0.0  # do not measure speed: no test depends on it
 workers.HANG_SECONDS = 30.0  # a thread that waits for a core must not count as hanging
 
