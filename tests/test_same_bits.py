@@ -68,16 +68,12 @@ def test_every_family_keeps_its_bits_in_any_batch(family, dtype, monkeypatch):
     assert counts["compared"] > 10**5 and not counts["different"], counts
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_demo_with_large_heads_has_equal_bits_or_refuses_the_option(dtype, tmp_path):
+def test_a_demo_with_large_heads_has_equal_bits_or_refuses_the_option(tmp_path):
     """In a process of its own, because MKL has to be asked before its first product."""
-    folder, report = write_model(tmp_path / "model", head_dim=128), tmp_path / "report.json"
-    done = forked.run(tmp_path, "02_paged_kv.py", "--model", folder, "--dtype", dtype, "--same-bits", "--demo", "--rounds", 1, "--json", report, MKL_CBWR="")
-    if dtype == "bfloat16" or "GenuineIntel" in Path("/proc/cpuinfo").read_text() or done.returncode == 0:
-        found = json.loads(report.read_text())["bits"]
-        assert found["equal"] and found["compared"] > 5000, done.stdout + done.stderr
-    else:
-        assert bits.REFUSED in done.stderr
+    folder, report, intel = write_model(tmp_path / "model", head_dim=128), tmp_path / "report.json", "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    done = forked.run(tmp_path, "02_paged_kv.py", "--model", folder, "--same-bits", "--demo", "--rounds", 1, "--json", report, MKL_CBWR="")
+    found = json.loads(report.read_text())["bits"] if intel or done.returncode == 0 else {}
+    assert found.get("equal") and found["compared"] > 5000 or not found and bits.REFUSED in done.stderr, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
