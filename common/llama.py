@@ -145,9 +145,10 @@ KEYS, ROWS = 512, 4
 def whole_blocks(keys: int) -> int:
     """-> `keys` rounded up to a length that the kernel sums in the same order as full blocks.
 
-    That is a multiple of 32. A last block of more than 192 keys becomes a full one, because the kernel may
-    sum it in two parts: some processors halve 193 to 383 keys, others 257 to 511."""
-    return keys + -keys % (KEYS if keys % KEYS > 192 else 32)
+    The result is a multiple of 32. A last block of more than 192 keys is filled up, because the kernel may
+    sum a part of a block in two halves: 193 to 383 keys on some processors, 257 to 511 on others."""
+    step = KEYS if keys % KEYS > 192 else 32
+    return keys + -keys % step
 
 
 def attention(q, k, v, mask):

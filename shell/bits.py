@@ -1,6 +1,7 @@
 """Check whether a row's result depends on its neighbours here. `--same-bits` promises that it does not.
 
 Whether that holds depends on the kernels that PyTorch, oneDNN and MKL choose for this processor."""
+import hashlib
 import os
 from contextlib import suppress
 
@@ -14,12 +15,11 @@ ON_A_GPU = ("--same-bits has no effect on a GPU, whose libraries choose other ke
             "rows; only tokens are compared.")
 REFUSED = ("--same-bits cannot be promised here: the results of this processor's kernels depend on the "
            "number of rows or threads; leave the option out.")
-# Tokens of the attention, and rows of the products (of large weights), computed as a whole and in parts; and
-# numbers of a product, at least: rounded to 16 bits, only one in 10,000 may differ
+# Tokens of the attention, and rows of the products (of large weights), computed as a whole and in parts. A product
+# has at least NUMBERS results: of 10,000 different sums, rounding to 16 bits shows only one or so
 TOKENS, ROWS, FEWER, NUMBERS = 800, 515, 67, 1 << 18
-# Rows of each product; 0: any number, but not for AMX, whose order of summation changes at many numbers of rows
+# Rows of each product, tried in this order. 0 means any multiple of 4
 GROUPS = 0, 64, 32
-AMX = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}
 # (rows, tokens) of portions that end inside a block of keys or at its end, and inside a block of rows
 PORTIONS = (1, 60), (1, 180), (1, TOKENS), (2, 300), (12, KEYS), (99, 612), (100, 100), (300, 300)
 
@@ -27,35 +27,42 @@ PORTIONS = (1, 60), (1, 180), (1, TOKENS), (2, 300), (12, KEYS), (99, 612), (100
 def ask_for_strict_sums():
     """On Intel's processors, let MKL sum in an order that does not depend on the numbers of rows and threads.
 
-    Attention in float32 needs it for heads of 96 numbers and more. It has no effect after the first product
-    of a process. On other processors MKL might take slow kernels."""
+    Attention in float32 and float16 needs it for heads of more than 80 numbers, or without AVX-512. It has no
+    effect after the first product of a process. On other processors MKL might take slow kernels."""
     with suppress(OSError), open("/proc/cpuinfo") as file:
         if "GenuineIntel" in file.read() and not os.environ.get("MKL_CBWR"):
             os.environ["MKL_CBWR"] = "AUTO,STRICT"
 
 
+def has_tiles(dtype: torch.dtype) -> bool:
+    """-> whether this processor multiplies `dtype` in tiles (AMX). Then the order of summation changes at many
+    numbers of rows."""
+    names = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}
+    return dtype in names and getattr(torch.cpu, names[dtype], bool)()
+
+
 @torch.inference_mode()
-def check(model, digest):
-    """Compute, with this model's shapes, results that must have the same bits. Multiply in the first of
-    GROUPS with which they have, and add the results to `digest`. Raises ModelError if there is none, or if
-    attention breaks the rule."""
+def check(model) -> bytes:
+    """Compute, with this model's shapes, results that must have the same bits. The first of GROUPS with which
+    all products have them becomes the model's. Returns: a hash of the results. Raises ModelError if there are
+    different bits."""
     linears = [part for part in model.modules() if isinstance(part, FastLinear)]
-    kinds = [part for part in [*model.layers[0].modules(), model.head] if part in linears]
-    has_amx = getattr(torch.cpu, AMX.get(model.head.kind, ""), bool)()
-    for group in GROUPS[has_amx:]:
+    samples = [part for part in [*model.layers[0].modules(), model.head] if part in linears]
+    for group in GROUPS[1:] if has_tiles(model.head.kind) else GROUPS:
         for linear in linears:
             linear.group = group
-        if all(holds(products, linear, digest) for linear in kinds):
+        found = [agreed(products, linear) for linear in samples]
+        if all(found):
             break
-    else:
+    found.append(agreed(attentions, model))
+    if not all(found):
         raise ModelError(REFUSED)
-    if not holds(attentions, model, digest):
-        raise ModelError(REFUSED)
+    return b"".join(found)
 
 
-def holds(work, part, digest) -> bool:
-    """-> whether what `work(part)` compares has the same bits, with one thread and with all. If so, add the
-    result to `digest`."""
+def agreed(work, part) -> bytes:
+    """Compute `work(part)` with one thread and with all. Returns: a hash of its whole if that is the same each
+    time, and if its pairs are equal; else nothing."""
     threads, wholes = torch.get_num_threads(), []
     try:
         for count in 1, threads:
@@ -63,9 +70,8 @@ def holds(work, part, digest) -> bool:
             whole, pairs = work(part)
             wholes.append(whole)
             if not all(torch.equal(*pair) for pair in [*pairs, (whole, wholes[0])]):
-                return False
-        digest.update(whole.contiguous().view(torch.uint8).numpy())
-        return True
+                return b""
+        return hashlib.sha256(whole.contiguous().view(torch.uint8).numpy()).digest()
     finally:
         torch.set_num_threads(threads)
 
@@ -73,8 +79,8 @@ def holds(work, part, digest) -> bool:
 def products(linear):
     """Return the product of many rows, and pairs (some rows, computed alone; these rows of it)."""
     outputs = linear.out_features
-    rows = max(ROWS, NUMBERS // outputs) if outputs < 4096 else FEWER
-    x = noise(rows, linear.in_features, dtype=linear.weight.dtype)
+    count = max(ROWS, NUMBERS // outputs) if outputs < 4096 else FEWER
+    x = noise(count, linear.in_features, dtype=linear.weight.dtype)
     whole = FastLinear.forward(linear, x)       # without hooks, which may call other ranks
     parts = slice(0, 1), slice(1, 3), slice(3, 10), slice(10, 26), slice(26, 126)
     return whole, [(FastLinear.forward(linear, x[rows]), whole[rows]) for rows in parts]

@@ -20,7 +20,7 @@ class FastLinear(Linear):
     The same bits. oneDNN sums one to three rows in another order than more rows, but all multiples of ROWS in
     one order. So the number of rows is padded. Then the result of a row does not depend on the other rows,
     except for a single row that is multiplied with the weight itself. A processor that multiplies tiles (AMX)
-    sums 16 bits in an order that depends on the number of rows. There, `group` makes it constant."""
+    sums 16 bits in an order that depends on the number of rows. There, each product has `group` rows."""
     reordered = None        # a copy of the weight in oneDNN's layout, if there is memory for it
     kind = torch.float32    # dtype of the copy, and of products of several rows
     direct = True           # whether a single row is multiplied with the weight itself
@@ -34,22 +34,27 @@ class FastLinear(Linear):
         if alone and (threads > 1 or self.reordered is None):
             count = math.gcd(len(self.weight), threads)
             parts = self.weight.unflatten(0, (count, -1))              # [parts, outputs / parts, inputs]
-            out = torch.bmm(x.expand(count, -1, -1), parts.mT).view(1, -1)
+            out = torch.bmm(x.expand(count, -1, -1), parts.mT).view(1, -1)     # on Intel W x takes twice as long
             return out if self.bias is None else out + self.bias
-        step, weight, bias = self.group or ROWS, self.weight, self.bias
-        padded = x.expand(step, -1) if rows == 1 else F.pad(x, (0, 0, 0, -rows % step)) if rows % step else x
+        padded, weight, bias, step = x, self.weight, self.bias, self.group or ROWS
+        if rows == 1:
+            padded = x.expand(step, -1)
+        elif rows % step:
+            padded = F.pad(x, (0, 0, 0, -rows % step))
         if self.kind != x.dtype:
             padded, bias = padded.to(self.kind), None if bias is None else bias.to(self.kind)
             weight = weight.to(self.kind) if self.reordered is None else weight
         weight = weight if self.reordered is None else self.reordered
-        parts = [product(part, weight, bias) for part in padded.split(self.group or max(1, len(padded)))]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self.group:
+            out = torch.cat([product(part, weight, bias) for part in padded.split(step)])
+        else:
+            out = product(padded, weight, bias)
         return (out if len(out) == rows else out[:rows]).to(x.dtype)
 
 
 def product(x, weight, bias):
-    """Compute x W^T + b with oneDNN, in any layout of the weight: all give the same bits in float32. PyTorch
-    would take MKL, which sums in another order for other numbers of rows and threads."""
+    """Compute x W^T + b on a CPU with oneDNN. The weight may be reordered or not: in float32 the bits are
+    the same. PyTorch would take MKL, whose order of summation depends on the numbers of rows and threads."""
     if not torch.backends.mkldnn.is_available():
         return F.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")

@@ -5,7 +5,6 @@
 """
 
 import argparse
-import hashlib
 import random
 import sys
 from collections import Counter
@@ -29,7 +28,7 @@ def exact_model(dtype: torch.dtype, on_host=False, copies=True, group=0, **more)
     model.dtype, model.same_bits, model.digest = dtype, True, b"bits"
     if on_host:
         engines.hybrid.layers_on_host(model, "cpu")
-    bits.check(speed_up(model, copies and not on_host, same_bits=True), hashlib.sha256())
+    bits.check(speed_up(model, copies and not on_host, same_bits=True))
     for part in model.modules():
         part.group = group or getattr(part, "group", 0)
     return model
