@@ -15,8 +15,8 @@ ON_A_GPU = ("--same-bits has no effect on a GPU, whose libraries choose other ke
             "rows; only tokens are compared.")
 REFUSED = ("--same-bits cannot be promised here: the results of this processor's kernels depend on the "
            "number of rows or threads; leave the option out.")
-# Tokens of the attention, and rows of the products (of large weights), computed as a whole and in parts. A product
-# has at least NUMBERS results: of 10,000 different sums, rounding to 16 bits shows only one or so
+# Tokens of the attention, and rows of the products (of large weights), computed as a whole and in parts. A
+# product has at least NUMBERS results: of 10,000 different sums, rounding to 16 bits shows only one or so
 TOKENS, ROWS, FEWER, NUMBERS = 800, 515, 67, 1 << 18
 # Rows of each product, tried in this order. 0 means any multiple of 4
 GROUPS = 0, 64, 32
@@ -35,8 +35,8 @@ def ask_for_strict_sums():
 
 
 def has_tiles(dtype: torch.dtype) -> bool:
-    """-> whether this processor multiplies `dtype` in tiles (AMX). Then the order of summation changes at many
-    numbers of rows."""
+    """-> whether this processor multiplies `dtype` in tiles (AMX). Then the order of summation changes at
+    many numbers of rows."""
     names = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}
     return dtype in names and getattr(torch.cpu, names[dtype], bool)()
 
@@ -61,8 +61,8 @@ def check(model) -> bytes:
 
 
 def agreed(work, part) -> bytes:
-    """Compute `work(part)` with one thread and with all. Returns: a hash of its whole if that is the same each
-    time, and if its pairs are equal; else nothing."""
+    """Compute `work(part)` with one thread and with all. Returns: a hash of its whole if that is the same
+    each time, and if its pairs are equal; else nothing."""
     threads, wholes = torch.get_num_threads(), []
     try:
         for count in 1, threads:
