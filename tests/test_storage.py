@@ -107,7 +107,7 @@ def test_a_broken_back_end_costs_time_only(kind, method, fault, monkeypatch):
                 engine.evict("device")
                 engine.evict("host")
             asked = [copies for lane, copies in engine.lower_tier.cache.in_flight.items() if str(lane).startswith("ask")]
-            assert sum(map(len, asked)) <= 1, "a storage that hangs is not asked again"
+            assert fault not in ("hangs", "times out") or sum(map(len, asked)) <= 1, "a storage that hangs is not asked again"
             fault in ("hangs", "times out") or wait_until_idle(engine)
             dropped = engine.counts["writes_dropped"]
         found = []
