@@ -9,10 +9,14 @@
 # judged on other logits than the ones that it writes with, and the replay's gradients belong to another loss.
 # `xl_memories` given by the caller are left out, too.
 #
-#     cached keys off, seed 0: the pass is 0.00 off; the written tokens are 30 of 30 times the best one by hand, 30 times in the pass; loss 4.018, with replay 4.018
-#     cached keys off, seed 1: the pass is 0.00 off; the written tokens are 30 of 30 times the best one by hand, 30 times in the pass; loss 3.972, with replay 3.972
-#     cached keys on, seed 0: the pass is 4.99 off; the written tokens are 30 of 30 times the best one by hand, 0 times in the pass; loss 5.287, with replay 4.246
-#     cached keys on, seed 1: the pass is 5.41 off; the written tokens are 30 of 30 times the best one by hand, 1 times in the pass; loss 5.383, with replay 4.286
+#     cached keys off, seed 0: the pass is 0.00 off; the written tokens are 30 of 30 times the best one by hand,
+#         30 times in the pass; loss 4.018, with replay 4.018
+#     cached keys off, seed 1: the pass is 0.00 off; the written tokens are 30 of 30 times the best one by hand,
+#         30 times in the pass; loss 3.972, with replay 3.972
+#     cached keys on, seed 0: the pass is 4.99 off; the written tokens are 30 of 30 times the best one by hand, 0
+#         times in the pass; loss 5.287, with replay 4.246
+#     cached keys on, seed 1: the pass is 5.41 off; the written tokens are 30 of 30 times the best one by hand, 1
+#         times in the pass; loss 5.383, with replay 4.286
 # (Small models with random weights, segments of 16 tokens, a prompt of 20 and 30 greedy tokens, two seeds. The largest
 # difference of a logit, in units of their standard deviation.)
 set -euo pipefail

@@ -18,9 +18,12 @@
 #     Titans, with a neural memory, a prompt of 15: 30, 30, 30 of 30 tokens as without a cache
 #     Titans, with a neural memory, a prompt of 20: 24, 18, 17 of 30 tokens as without a cache
 #     Titans, with a neural memory, a prompt of 40: 29, 20, 12 of 30 tokens as without a cache
-#     Infini-Transformer, another beginning of a prompt of 10: the logits change by 3.95, 3.52, 3.47 (segment by segment: 3.95, 3.52, 3.47)
-#     Infini-Transformer, another beginning of a prompt of 20: the logits change by 0.00, 0.00, 0.00 (segment by segment: 2.35, 1.68, 1.73)
-#     Infini-Transformer, another beginning of a prompt of 40: the logits change by 0.00, 0.00, 0.00 (segment by segment: 0.75, 1.26, 1.58)
+#     Infini-Transformer, another beginning of a prompt of 10: the logits change by 3.95, 3.52, 3.47 (segment by
+#         segment: 3.95, 3.52, 3.47)
+#     Infini-Transformer, another beginning of a prompt of 20: the logits change by 0.00, 0.00, 0.00 (segment by
+#         segment: 2.35, 1.68, 1.73)
+#     Infini-Transformer, another beginning of a prompt of 40: the logits change by 0.00, 0.00, 0.00 (segment by
+#         segment: 0.75, 1.26, 1.58)
 # (Small models with random weights and segments of 16 tokens, three seeds. The memories' gates are set to one half.)
 set -euo pipefail
 work=$(mktemp -d)
