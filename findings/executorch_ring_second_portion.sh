@@ -7,7 +7,7 @@
 # Seen: portions up to the window and one token are right. A longer one overwrites keys that its own first tokens
 # still need, since the whole portion is written before the attention reads. Half a window of keys goes missing
 # without a word, and the deeper layers keep the wrong K and V. The first portion is right at any accepted length,
-# so a first turn gives no sign. All three kinds of cache do it; so does the cache with attention sinks.
+# so a first turn gives no sign. All three kinds of cache do it.
 #
 #     portions of 1, 1, ...: plain 0.00, custom operators 0.00, 8 bits 0.07
 #     portions of 16, 16, ...: plain 0.00, custom operators 0.00, 8 bits 0.07
@@ -25,7 +25,8 @@ trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv"
 "$work/venv/bin/pip" install -q --no-compile torch==2.13.0 numpy==2.4.6 2> "$work/log"
 "$work/venv/bin/pip" install -q --no-compile --no-deps executorch==1.5.1 torchao==0.18.0 \
-    ruamel.yaml==0.19.1 pytorch_tokenizers==1.5.0 pandas==3.1.1 PyYAML==6.0.4 packaging==26.4 2> "$work/log"
+    ruamel.yaml==0.19.1 pytorch_tokenizers==1.5.0 pandas==3.1.1 PyYAML==6.0.4 packaging==26.4 \
+    flatbuffers==25.12.19 tabulate==0.10.0 2> "$work/log"
 "$work/venv/bin/python" - <<'PY' 2> "$work/log" || { tail -n 5 "$work/log"; exit 1; }
 import torch
 from executorch.examples.models.llama.llama_transformer import construct_transformer
