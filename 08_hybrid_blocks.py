@@ -275,7 +275,8 @@ class Weights:
         """Allocate a layer on the device."""
         kind = type(model.layers[0])
         layer = kind(model.config, dtype=model.dtype, device=model.device).requires_grad_(False)
-        return speed_up(layer, copies=False, same_bits=model.same_bits)  # the products of the host's layers
+        group = getattr(model.head, "group", 0)  # the products of the host's layers
+        return speed_up(layer, copies=False, same_bits=model.same_bits, group=group)
 
     def fetch_next(self, after: int):
         """Prepare to fetch the first streamed layer after layer `after`. At the start and after a failure,

@@ -69,17 +69,18 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if is_fast() else torch.float32
 
 
-def speed_up(model: nn.Module, copies: bool, same_bits: bool = False):
+def speed_up(model: nn.Module, copies: bool, same_bits: bool = False, group: int = 0):
     """Turn the linear layers of a loaded model into FastLinear, in place. Hooks stay, and so does the
     embedding that a tied head shares.
 
     `copies`: there is enough memory for copies of the weights. If single rows read the copy as well, the
-    layer's own weight is freed. `same_bits`: all rows are multiplied in the same way. Returns: `model`. Set
-    PyTorch's number of threads first. Call it once; the model then stays on the CPU."""
+    layer's own weight is freed. `same_bits`: all rows are multiplied in the same way. `group`: see
+    FastLinear. Returns: `model`. Set PyTorch's number of threads first. Call it once; the model then stays on the CPU."""
     for linear in model.modules():
         if isinstance(linear, Linear):
             dtype, several = linear.weight.dtype, torch.get_num_threads() > 1
             linear.__class__, linear.kind, linear.direct = FastLinear, product_dtype(dtype), not same_bits
+            linear.group = group
             if copies:
                 with suppress(AttributeError, RuntimeError):    # no kernel for this device or dtype
                     weight = linear.weight.detach().to(linear.kind)

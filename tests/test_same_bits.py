@@ -150,6 +150,13 @@ def test_a_machine_whose_kernels_break_the_rule_multiplies_in_groups_or_refuses_
         assert found != usual  # other blocks than those of a machine with other kernels
 
 
+def test_chapter_08_multiplies_in_the_groups_of_its_model(monkeypatch):
+    model, product, rows = exact_model(torch.float32, True, kv_heads=4, group=32), linear.product, set()
+    monkeypatch.setattr(linear, "product", lambda x, *rest: rows.add(len(x)) or product(x, *rest))
+    make(None, model=model, runner=engines.hybrid_runner(40, model=model)).generate([Request(draw(engines.random.Random(0), 50), 3)])
+    assert rows == {32}
+
+
 def test_the_lessons_programs_print_its_results(tmp_path):
     page = (ROOT / "docs" / "lessons" / "why_bits_differ.md").read_text()
     (tmp_path / "programs.py").write_text("".join(re.findall(r"```python\n(.*?)```", page, re.S)))
