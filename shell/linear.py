@@ -75,7 +75,8 @@ def speed_up(model: nn.Module, copies: bool, same_bits: bool = False, group: int
 
     `copies`: there is enough memory for copies of the weights. If single rows read the copy as well, the
     layer's own weight is freed. `same_bits`: all rows are multiplied in the same way. `group`: see
-    FastLinear. Returns: `model`. Set PyTorch's number of threads first. Call it once; the model then stays on the CPU."""
+    FastLinear. Returns: `model`. Set PyTorch's number of threads first. Call it once; the model then stays
+    on the CPU."""
     for linear in model.modules():
         if isinstance(linear, Linear):
             dtype, several = linear.weight.dtype, torch.get_num_threads() > 1
