@@ -1,4 +1,5 @@
 """Faster linear layers on a CPU; the loader replaces the linear layers of a model by these."""
+import ctypes
 import math
 from contextlib import suppress
 
@@ -8,20 +9,26 @@ from torch import nn
 
 from common.llama import ROWS, Linear
 
+BLOCK = 64      # outputs that lie together in oneDNN's layout of a float32 weight
+
 
 class FastLinear(Linear):
     """A linear layer y = x W^T + b that chooses the fastest product on a CPU.
 
     The rows are multiplied with a copy of the weight in oneDNN's layout. If the processor has no instructions
-    for 16 bits, the copy is in float32. A single row takes the time of reading its matrix. So without a copy,
-    or if it is faster, a single row is multiplied with the weight itself: in float32, if several threads read
-    a part each; and with a weight of 16 bits whose copy is in float32.
+    for 16 bits, the copy is in float32.
+
+    A single row takes the time of reading its matrix. In float32, several threads read a part each, which is
+    faster than oneDNN's product. The parts are blocks of the copy, so that the weight itself is not needed;
+    or parts of the weight, if the copy has no such blocks. A weight of 16 bits whose copy is in float32 has
+    half its bytes, so a single row is multiplied with the weight.
 
     The same bits. oneDNN sums one to three rows in another order than more rows, but all multiples of ROWS in
     one order. So the number of rows is padded. Then the result of a row does not depend on the other rows,
     except for a single row that is multiplied with the weight itself. A processor that multiplies tiles (AMX)
     sums 16 bits in an order that depends on the number of rows. There, each product has `group` rows."""
     reordered = None        # a copy of the weight in oneDNN's layout, if there is memory for it
+    blocks = None           # [outputs / BLOCK, inputs, BLOCK], float32: the memory of this copy, as a tensor
     kind = torch.float32    # dtype of the copy, and of products of several rows
     direct = True           # whether a single row is multiplied with the weight itself
     group = 0               # rows of each product under --same-bits, if the bits depend on their number
@@ -32,10 +39,11 @@ class FastLinear(Linear):
         if x.device.type != "cpu" or alone and x.dtype.itemsize == 2:
             return super().forward(x)
         if alone and (threads > 1 or self.reordered is None):
-            count = math.gcd(len(self.weight), threads)
-            parts = self.weight.unflatten(0, (count, -1))              # [parts, outputs / parts, inputs]
+            parts = self.blocks                                        # [parts, inputs, outputs / parts]
+            if parts is None:
+                parts = self.weight.unflatten(0, (math.gcd(len(self.weight), threads), -1)).mT
             # With the row as second factor, it takes twice as long on Intel's processors
-            out = torch.bmm(x.expand(count, -1, -1), parts.mT).view(1, -1)
+            out = torch.bmm(x.expand(len(parts), -1, -1), parts).view(1, -1)
             return out if self.bias is None else out + self.bias
         padded, weight, bias, step = x, self.weight, self.bias, self.group or ROWS
         if rows == 1:
@@ -59,6 +67,18 @@ def product(x, weight, bias):
     if not torch.backends.mkldnn.is_available():
         return F.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+
+
+def blocks_of(copy, weight):
+    """Return the memory of `copy`, which is `weight` in oneDNN's layout, as a tensor of blocks
+    [outputs / BLOCK, inputs, BLOCK]. If the layout is another one, return None. The copy must outlive the
+    tensor."""
+    outputs, inputs = weight.shape
+    if weight.dtype != torch.float32 or outputs % BLOCK or torch.ops.mkldnn._nbytes(copy) != weight.nbytes:
+        return None
+    memory = (ctypes.c_float * weight.numel()).from_address(torch.ops.mkldnn.data_ptr(copy))
+    blocks = torch.frombuffer(memory, dtype=torch.float32).view(-1, inputs, BLOCK)
+    return blocks if torch.equal(blocks.mT, weight.view(-1, BLOCK, inputs)) else None
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -87,6 +107,7 @@ def speed_up(model: nn.Module, copies: bool, same_bits: bool = False, group: int
                     weight = linear.weight.detach().to(linear.kind)
                     linear.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
                     linear.direct &= several if dtype == torch.float32 else linear.kind != dtype
-                    if not linear.direct:
+                    linear.blocks = blocks_of(linear.reordered, linear.weight) if linear.direct else None
+                    if not linear.direct or linear.blocks is not None:
                         linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
     return model

@@ -17,7 +17,7 @@ from common.llama import Linear, attention, causal_mask
 from shell import checkpoint, cli, limits
 from shell.checkpoint import reference_model
 from shell.config import ModelError, read_config
-from shell.linear import FastLinear, product_dtype, speed_up
+from shell.linear import FastLinear, blocks_of, product_dtype, speed_up
 from tests.support.engines import answer, ask_and_evict, baseline, hybrid, hybrid_runner, make
 
 FOLDERS = {
@@ -111,15 +111,16 @@ def test_16_bits_stay_near_transformers(kind, dtype, tmp_path):
 
 # Linear layers on a CPU ------------------------------------------------------------------------
 
-@pytest.mark.parametrize("instructions", [False, True])  # does the processor have bf16 instructions
+@pytest.mark.parametrize("plain", [False, True], ids=["own instructions", "none for bf16"])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("outputs", [30, 31], ids=["divided", "in one piece"])
+@pytest.mark.parametrize("outputs", [30, 31, 128], ids=["divided", "in one piece", "in blocks"])
 @pytest.mark.parametrize("dtype, rtol, atol", [(torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 0.1)])
 @torch.inference_mode()
-def test_a_fast_product_equals_the_plain_product(bias, outputs, dtype, rtol, atol, instructions, monkeypatch):
+def test_a_fast_product_equals_the_plain_product(bias, outputs, dtype, rtol, atol, plain, monkeypatch):
     """Also without a copy of the weights, where the operator is missing or has no kernel."""
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: instructions)
-    generator, can_reorder = torch.Generator().manual_seed(0), reorders(dtype)
+    if plain:
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    generator, can_reorder = torch.Generator().manual_seed(0), reorders(product_dtype(dtype))
     x = torch.randn(33, 48, generator=generator).to(dtype)
     transposed = x.t().contiguous().t()
     for error in None, AttributeError("missing"), RuntimeError("no kernel"):
@@ -155,7 +156,10 @@ def test_short_memory_prevents_copies_of_weights(tmp_path, monkeypatch):
 def test_weights_take_memory_only_while_a_product_reads_them(dtype, same_bits, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     model, *_ = checkpoint.load("random:tiny", dtype, "cpu", same_bits=same_bits)
-    stays = not same_bits and (threads > 1 if dtype == "float32" else product_dtype(model.dtype) == torch.float32)
+    weight, copied = torch.randn(64, 64), reorders(torch.float32)
+    in_blocks = copied and blocks_of(torch.ops.mkldnn._reorder_linear_weight(weight, None), weight) is not None
+    assert in_blocks or torch.backends.cpu.get_cpu_capability() != "AVX512"
+    stays = not same_bits and (threads > 1 and not in_blocks if dtype == "float32" else product_dtype(model.dtype) == torch.float32)
     assert all(part.weight.is_meta == (not stays and part.reordered is not None) for part in model.modules() if isinstance(part, FastLinear))
 
 
