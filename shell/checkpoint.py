@@ -155,8 +155,9 @@ def prepare_for_cpu(model: Llama, on_host: bool, sharding, same_bits: bool, dige
     ranks = sharding and sharding.ranks
     copies = ranks.all_true(copies) if ranks else copies
     model.same_bits = same_bits
-    if copies:
-        reserve(int(size) - weight_bytes(model))
+    if copies:  # a copy takes the memory of weights that were freed before, if it has their dtype
+        freed = product_dtype(model.dtype) == model.dtype
+        reserve(model.head.weight.nbytes if freed else int(size) - weight_bytes(model))
     speed_up(model, copies, same_bits)
     copied = sum(getattr(part, "reordered", None) is not None for part in model.modules())
     digest.update(f"{copied} copies".encode())
