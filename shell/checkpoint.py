@@ -155,7 +155,7 @@ def prepare_for_cpu(model: Llama, on_host: bool, sharding, same_bits: bool, dige
     ranks = sharding and sharding.ranks
     copies = ranks.all_true(copies) if ranks else copies
     model.same_bits = same_bits
-    if copies:  # a copy takes the memory of weights that were freed before, if it has their dtype
+    if copies:  # a copy takes memory of weights freed before, if it has their dtype; the head is the largest
         freed = product_dtype(model.dtype) == model.dtype
         reserve(model.head.weight.nbytes if freed else int(size) - weight_bytes(model))
     speed_up(model, copies, same_bits)

@@ -19,18 +19,18 @@ class FastLinear(Linear):
     for 16 bits, the copy is in float32.
 
     A single row takes the time of reading its matrix. In float32, several threads read a part each, which is
-    faster than oneDNN's product. The parts are blocks of the copy, so that the weight itself is not needed;
-    or parts of the weight, if the copy has no such blocks. A weight of 16 bits whose copy is in float32 has
-    half its bytes, so a single row is multiplied with the weight.
+    faster than oneDNN's product. If the copy has blocks, these are the parts, and the weight is freed. If it
+    has none, the weight is divided. A weight of 16 bits whose copy is in float32 has half its bytes, so a
+    single row is multiplied with the weight.
 
     The same bits. oneDNN sums one to three rows in another order than more rows, but all multiples of ROWS in
     one order. So the number of rows is padded. Then the result of a row does not depend on the other rows,
-    except for a single row that is multiplied with the weight itself. A processor that multiplies tiles (AMX)
+    except for a single row that goes one of the ways above. A processor that multiplies tiles (AMX)
     sums 16 bits in an order that depends on the number of rows. There, each product has `group` rows."""
     reordered = None        # a copy of the weight in oneDNN's layout, if there is memory for it
     blocks = None           # [outputs / BLOCK, inputs, BLOCK], float32: the memory of this copy, as a tensor
     kind = torch.float32    # dtype of the copy, and of products of several rows
-    direct = True           # whether a single row is multiplied with the weight itself
+    direct = True           # whether a single row is multiplied with the weight or the blocks, not padded
     group = 0               # rows of each product under --same-bits, if the bits depend on their number
 
     def forward(self, x):                                              # [T, inputs] -> [T, outputs]
@@ -71,12 +71,12 @@ def product(x, weight, bias):
 
 def blocks_of(copy, weight):
     """Return the memory of `copy`, which is `weight` in oneDNN's layout, as a tensor of blocks
-    [outputs / BLOCK, inputs, BLOCK]. If the layout is another one, return None. The copy must outlive the
-    tensor."""
+    [outputs / BLOCK, inputs, BLOCK]. If the layout is another one, return None."""
     outputs, inputs = weight.shape
     if weight.dtype != torch.float32 or outputs % BLOCK or torch.ops.mkldnn._nbytes(copy) != weight.nbytes:
         return None
     memory = (ctypes.c_float * weight.numel()).from_address(torch.ops.mkldnn.data_ptr(copy))
+    memory.owner = copy                                     # it lives as long as the tensor
     blocks = torch.frombuffer(memory, dtype=torch.float32).view(-1, inputs, BLOCK)
     return blocks if torch.equal(blocks.mT, weight.view(-1, BLOCK, inputs)) else None
 

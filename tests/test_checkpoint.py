@@ -363,6 +363,6 @@ def test_loading_needs_little_memory_and_a_process_keeps_freed_memory(tiny_folde
     slack = 48 << 20  # for the allocator and oneDNN
     taken, imported, given_back, kernels, collects = json.loads(done.stdout)
     kept = size if product_dtype(torch.bfloat16) == torch.bfloat16 else 3 * size  # the weights, and a copy in float32
-    assert 0.9 * size <= taken <= kept + largest + slack, "in 16 bits a process keeps only the copy of the weights"
+    assert 0.9 * size <= taken <= kept + largest + slack, "in 16 bits a process keeps only what products read"
     assert imported == [] and given_back < 20e6 and collects
     assert kernels < 110e6, "a limited number of kernels is cached; without the limit they take 290 MB"
