@@ -25,8 +25,9 @@ class FastLinear(Linear):
 
     The same bits. oneDNN sums one to three rows in another order than more rows, but all multiples of ROWS in
     one order. So the number of rows is padded. Then the result of a row does not depend on the other rows,
-    except for a single row that goes one of the ways above. A processor that multiplies tiles (AMX)
-    sums 16 bits in an order that depends on the number of rows. There, each product has `group` rows."""
+    except for a single row that goes one of the ways above. A processor that multiplies tiles (AMX) sums 16
+    bits in an order that depends on the number of rows. There, with --same-bits, each product has `group`
+    rows."""
     reordered = None        # a copy of the weight in oneDNN's layout, if there is memory for it
     blocks = None           # [outputs / BLOCK, inputs, BLOCK], float32: the memory of this copy, as a tensor
     kind = torch.float32    # dtype of the copy, and of products of several rows
