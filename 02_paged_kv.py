@@ -45,15 +45,10 @@ from common.prefixes import BlockKey, BlockKeys
 from common.requests import Interrupted, Request, RequestQueue, Unavailable, in_words
 from common.sampling import draw, likeliest
 from common.timeline import Clock
-from shell import charts, cli, lesson
+from shell import charts, cli, lesson, limits
 from shell.frontend import Frontend
 
 baseline = importlib.import_module("01_baseline")
-# Bytes of K and V in one layer. A context that takes at least the first number gets its own attention call:
-# padding the other contexts to its length would cost more than the extra call. Contexts that share a call
-# take at most the second number together, so that they are still in a processor's cache when attention reads
-# them; on a GPU there is no such limit
-PAD_LIMITS = {"cpu": (1 << 20, 4 << 20), "cuda": (1 << 24, 1 << 62)}
 
 # 1. Blocks -------------------------------------------------------------------------------------
 
@@ -196,7 +191,7 @@ class Batch:
         self.pool, self.same_bits, device = pool, same_bits, pool.memory.device
         self.work = sorted(work, key=lambda item: (item[1] > 1, item[0].next))  # requests of one token first
         scale = len(pool.memory) * pool.block_size / pool.block_bytes  # tokens per byte of a layer
-        long, most = (limit * scale for limit in PAD_LIMITS[device.type])  # tokens
+        long, most = (limit * scale for limit in limits.pad_limits(device))  # tokens
         size, tokens, positions, slots, last, groups = pool.block_size, [], [], [], [], []
         for number, (request, count) in enumerate(self.work):
             own = range(request.next, request.next + count)
@@ -255,7 +250,7 @@ class Batch:
             values.index_copy_(0, self.slots, v)
             outs = []
             for rows, slots, mask in self.reads:
-                outs.append(attention(q[rows], read(keys, slots), read(values, slots), mask))
+                outs.append(attention(q[rows], read(keys, slots), read(values, slots), mask, self.same_bits))
             return outs[0] if len(outs) == 1 else torch.cat(outs)  # [T, H, hd]
 
         return attend

@@ -1,4 +1,4 @@
-"""Find how much memory and how many processors this process may use.
+"""Find how much memory and how many processors this process may use, and how much one call should read.
 
 The machine, its control groups and `ulimit` set limits. A limit that a system does not report counts as none;
 macOS, for example, has no control groups and no /proc."""
@@ -50,6 +50,18 @@ def free_host_memory() -> float:
             if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
                 free.append(limit - used * resource.getpagesize())
     return max(0, min(free, default=float("inf")))
+
+
+def pad_limits(device: torch.device) -> tuple[int, int]:
+    """Return the limits of chapter 02's groups of contexts, in bytes of K and V in one layer.
+
+    A context of at least the first number is read alone. To pad the others to its length would cost more
+    than another call. The contexts of a group have at most the second number together. Then they are still in
+    a processor's cache when attention reads them. A GPU has no such limit. Both limits were measured; with
+    the kernels of a processor that has tiles (AMX), larger groups are faster."""
+    if device.type == "cuda":
+        return 1 << 24, 1 << 62
+    return (4 << 20, 16 << 20) if torch.cpu._is_amx_tile_supported() else (1 << 20, 4 << 20)
 
 
 def limit_threads():

@@ -32,34 +32,41 @@ class FastLinear(Linear):
     blocks = None           # [outputs / BLOCK, inputs, BLOCK], float32: the memory of this copy, as a tensor
     kind = torch.float32    # dtype of the copy, and of products of several rows
     direct = True           # whether a single row is multiplied with the weight or the blocks, not padded
+    pads = True             # whether a single row is padded
     group = 0               # rows of each product under --same-bits, if the bits depend on their number
 
     def forward(self, x):                                              # [T, inputs] -> [T, outputs]
-        rows, threads = len(x), torch.get_num_threads()
-        alone = rows == 1 and self.direct
-        if x.device.type != "cpu" or alone and x.dtype.itemsize == 2:
-            return super().forward(x)
-        if alone and (threads > 1 or self.reordered is None):
-            parts = self.blocks                                        # [parts, inputs, outputs / parts]
-            if parts is None:
-                parts = self.weight.unflatten(0, (math.gcd(len(self.weight), threads), -1)).mT
-            # With the row as second factor, it takes twice as long on Intel's processors
-            out = torch.bmm(x.expand(len(parts), -1, -1), parts).view(1, -1)
-            return out if self.bias is None else out + self.bias
-        padded, weight, bias, step = x, self.weight, self.bias, self.group or ROWS
-        if rows == 1:
-            padded = x.expand(step, -1)
-        elif rows % step:
-            padded = F.pad(x, (0, 0, 0, -rows % step))
-        if self.kind != x.dtype:
-            padded, bias = padded.to(self.kind), None if bias is None else bias.to(self.kind)
+        rows, step, dtype = len(x), self.group or ROWS, x.dtype
+        if rows == 1 and self.direct and (out := self.alone(x)) is not None:
+            return out
+        if rows == 1 and self.pads:
+            x = x.expand(step, -1)
+        elif rows > 1 and rows % step:
+            x = F.pad(x, (0, 0, 0, -rows % step))
+        weight, bias = self.weight if self.reordered is None else self.reordered, self.bias
+        if self.kind != dtype:
+            x, bias = x.to(self.kind), None if bias is None else bias.to(self.kind)
             weight = weight.to(self.kind) if self.reordered is None else weight
-        weight = weight if self.reordered is None else self.reordered
         if self.group:
-            out = torch.cat([product(part, weight, bias) for part in padded.split(step)])
+            out = torch.cat([product(part, weight, bias) for part in x.split(step)])
         else:
-            out = product(padded, weight, bias)
-        return (out if len(out) == rows else out[:rows]).to(x.dtype)
+            out = product(x, weight, bias)
+        out = out if len(out) == rows else out[:rows]
+        return out if self.kind == dtype else out.to(dtype)
+
+    def alone(self, row):                                              # [1, inputs] -> [1, outputs], or None
+        """Multiply a single row with the weight or the blocks. Return None if the product of several rows is
+        at least as fast."""
+        threads, parts = torch.get_num_threads(), self.blocks          # [parts, inputs, outputs / parts]
+        if row.dtype.itemsize == 2:
+            return super().forward(row)
+        if threads == 1 and self.reordered is not None:
+            return None
+        if parts is None:
+            parts = self.weight.unflatten(0, (math.gcd(len(self.weight), threads), -1)).mT
+        # With the row as second factor, it takes twice as long on Intel's processors
+        out = torch.bmm(row.expand(len(parts), -1, -1), parts).view(1, -1)
+        return out if self.bias is None else out + self.bias
 
 
 def product(x, weight, bias):
@@ -99,10 +106,10 @@ def speed_up(model: nn.Module, copies: bool, same_bits: bool = False, group: int
     FastLinear. Returns: `model`. Set PyTorch's number of threads first. Call it once; the model then stays
     on the CPU."""
     for linear in model.modules():
-        if isinstance(linear, Linear):
+        if isinstance(linear, Linear) and linear.weight.device.type == "cpu":
             dtype, several = linear.weight.dtype, torch.get_num_threads() > 1
             linear.__class__, linear.kind, linear.direct = FastLinear, product_dtype(dtype), not same_bits
-            linear.group = group
+            linear.pads, linear.group = same_bits or not torch.cpu._is_amx_tile_supported(), group
             if copies:
                 with suppress(AttributeError, RuntimeError):    # no kernel for this device or dtype
                     weight = linear.weight.detach().to(linear.kind)

@@ -111,13 +111,14 @@ def test_16_bits_stay_near_transformers(kind, dtype, tmp_path):
 
 # Linear layers on a CPU ------------------------------------------------------------------------
 
-@pytest.mark.parametrize("plain", [False, True], ids=["own instructions", "none for bf16"])
+@pytest.mark.parametrize("plain", [False, True], ids=["with tiles", "no instructions for bf16"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("outputs", [30, 31, 128], ids=["divided", "in one piece", "in blocks"])
 @pytest.mark.parametrize("dtype, rtol, atol", [(torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 0.1)])
 @torch.inference_mode()
 def test_a_fast_product_equals_the_plain_product(bias, outputs, dtype, rtol, atol, plain, monkeypatch):
     """Also without a copy of the weights, where the operator is missing or has no kernel."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: not plain)
     if plain:
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     generator, can_reorder = torch.Generator().manual_seed(0), reorders(product_dtype(dtype))
@@ -173,14 +174,19 @@ def test_pinned_memory_counts_as_a_power_of_two(monkeypatch):
         fitting(34_000, 1)
 
 
+@pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("device, dtype", [("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16)])
-@pytest.mark.parametrize("count, end", [(1, 9), (5, 5), (4, 9), (8, 9)])
-def test_each_row_of_a_chunk_attends_to_earlier_rows(count, end, device, dtype):
-    q, k, v = (torch.randn(rows, heads, 8).to(dtype) for rows, heads in ((count, 4), (end, 2), (end, 2)))
+@pytest.mark.parametrize("count, end, heads", [(1, 9, 2), (5, 5, 2), (4, 9, 4), (8, 9, 2)])
+def test_each_row_of_a_chunk_attends_to_earlier_rows(count, end, heads, device, dtype, tiles, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    q, k, v = (torch.randn(rows, heads, 8).to(dtype) for rows, heads in ((count, 4), (end, heads), (end, heads)))
     seen = range(end - count + 1, end + 1)
-    alone = [attention(row[None], k[:tokens], v[:tokens], None) for row, tokens in zip(q, seen)]
+    alone = torch.cat([attention(row[None], k[:tokens], v[:tokens], None) for row, tokens in zip(q, seen)])
     mask = causal_mask(count, end, torch.device(device), dtype)
-    torch.testing.assert_close(attention(q, k, v, mask), torch.cat(alone), atol=0.02, rtol=0.02)
+    torch.testing.assert_close(attention(q, k, v, mask), alone, atol=0.02, rtol=0.02)
+    group = torch.zeros(count, end, dtype=dtype).masked_fill(torch.arange(end) >= torch.tensor(seen)[:, None], -torch.inf)
+    of_each = attention(q, *(side.expand(count, *side.shape) for side in (k, v)), group[:, None, None], same_bits=False)
+    torch.testing.assert_close(of_each, alone, atol=0.02, rtol=0.02)
 
 
 # The basis of restoration ----------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from common import prefixes as block_keys_module
 from common.cache import Cache
 from common.requests import BadRequest, ClientDisconnected, Request
-from shell import charts
+from shell import charts, limits
 from tests.support import engines
 from tests.support.engines import ask, baseline, check_pools, draw, make, paged, tiny_model, until_over
 
@@ -174,9 +174,9 @@ def test_decoding_requests_go_first_and_prefill_gets_the_rest_of_the_budget():
     assert_equal(newer)
 
 
-@pytest.mark.parametrize("limits", [(1 << 20, 4 << 20), (1 << 13, 1 << 14), (0, 0)])  # bytes: one group, several, none
-def test_requests_start_in_their_order_and_at_most_max_running_run(limits, monkeypatch):
-    monkeypatch.setitem(paged.PAD_LIMITS, "cpu", limits)
+@pytest.mark.parametrize("most", [(1 << 20, 4 << 20), (1 << 13, 1 << 14), (0, 0)])  # bytes: one group, several, none
+def test_requests_start_in_their_order_and_at_most_max_running_run(most, monkeypatch):
+    monkeypatch.setattr(limits, "pad_limits", lambda _: most)
     engine, rng = watched(8, max_running=3, token_budget=64), random.Random(6)
     asked = [Request(draw(rng, rng.randrange(2, 60)), rng.randrange(2, 9)) for _ in range(10)]
     engine.generate(asked)

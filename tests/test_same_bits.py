@@ -15,7 +15,7 @@ import torch
 from conftest import ROOT, write_model
 
 from common.requests import Request
-from shell import bits, linear
+from shell import bits, limits, linear
 from shell.config import ModelError
 from shell.linear import FastLinear
 from tests import test_bidirectional, test_tiered
@@ -58,7 +58,7 @@ def test_a_restored_cache_has_the_bits_of_a_computed_one(cache, dtype, threads):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_family_keeps_its_bits_in_any_batch(family, dtype, monkeypatch):
     """One marked request has the same logits in batches of every size, in portions, and as a single row."""
-    monkeypatch.setitem(paged.PAD_LIMITS, "cpu", (1 << 20, 1 << 17))  # bytes, so the batches have several groups
+    monkeypatch.setattr(limits, "pad_limits", lambda _: (1 << 20, 1 << 17))  # bytes, so the batches have several groups
     model, counts = exact_model(getattr(torch, dtype), **FAMILIES[family]), Counter()
     marked, others = draw(engines.random.Random(0), 150), [draw(engines.random.Random(seed), 40 * seed) for seed in range(1, 8)]
     for neighbours, budget in (0, 512), (0, 37), (1, 512), (3, 64), (7, 1024):
