@@ -21,18 +21,19 @@ class FastLinear(Linear):
     A single row takes the time of reading its matrix. In float32, several threads read a part each, which is
     faster than oneDNN's product. If the copy has blocks, these are the parts, and the weight is freed. If it
     has none, the weight is divided. A weight of 16 bits whose copy is in float32 has half its bytes, so a
-    single row is multiplied with the weight.
+    single row is multiplied with the weight. All other single rows are multiplied with the copy.
 
     The same bits. oneDNN sums one to three rows in another order than more rows, but all multiples of ROWS in
-    one order. So the number of rows is padded. Then the result of a row does not depend on the other rows,
-    except for a single row that goes one of the ways above. A processor that multiplies tiles (AMX) sums 16
-    bits in an order that depends on the number of rows. There, with --same-bits, each product has `group`
+    one order. So the number of rows is padded. Then the result of a row does not depend on the other rows.
+    Without --same-bits this does not hold for a single row that is multiplied with the weight or the blocks,
+    or on a processor with tiles (AMX). There a product with the copy is not slower without padding. Tiles sum
+    16 bits in an order that depends on the number of rows, so with --same-bits each product has `group`
     rows."""
     reordered = None        # a copy of the weight in oneDNN's layout, if there is memory for it
     blocks = None           # [outputs / BLOCK, inputs, BLOCK], float32: the memory of this copy, as a tensor
     kind = torch.float32    # dtype of the copy, and of products of several rows
-    direct = True           # whether a single row is multiplied with the weight or the blocks, not padded
-    pads = True             # whether a single row is padded
+    direct = True           # whether a single row is multiplied with the weight or the blocks
+    pads = True             # whether a single row is padded before it is multiplied with the copy
     group = 0               # rows of each product under --same-bits, if the bits depend on their number
 
     def forward(self, x):                                              # [T, inputs] -> [T, outputs]
