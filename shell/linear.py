@@ -48,7 +48,7 @@ class FastLinear(Linear):
         if self.kind != dtype:
             x, bias = x.to(self.kind), None if bias is None else bias.to(self.kind)
             weight = weight.to(self.kind) if self.reordered is None else weight
-        if self.group:
+        if self.group and rows > step:
             out = torch.cat([product(part, weight, bias) for part in x.split(step)])
         else:
             out = product(x, weight, bias)
