@@ -156,9 +156,9 @@ def attention(q, k, v, mask, same_bits: bool = True):
     [T, S, KVH, hd].
 
     `mask` is added to the scores. If it is wider than k [S, KVH, hd], k and v are padded with zeros. None
-    means causal, except that a single row attends to everything. `same_bits`: with a mask, a single row has
-    the bits that it has among others. The KV heads are not copied for the query heads that share them.
-    Returns: [T, H, hd]."""
+    means causal, except that a single row attends to everything. The KV heads are not copied for the query
+    heads that share them. `same_bits`: with a mask, the bits of a single row must be those that it has among
+    others. False allows a faster way. Returns: [T, H, hd]."""
     if q.device.type == "cpu" and q.dtype == torch.float16:    # float32 is up to 8 times as fast
         q, k, v, mask = (None if each is None else each.float() for each in (q, k, v, mask))
         return attention(q, k, v, mask, same_bits).half()
@@ -173,7 +173,8 @@ def attention(q, k, v, mask, same_bits: bool = True):
         rows, k, v = (side.transpose(0, 1)[None] for side in (q, k, v))          # [1, heads, tokens, hd] each
     count, causal, gqa = rows.shape[2], mask is None and not alone, k.shape[1] != rows.shape[1]
     if q.device.type == "cpu" and count % ROWS and (mask is not None or q.dtype.itemsize == 2):
-        # With tiles (AMX), one row takes 0.4 to 0.95 of the time of ROWS rows; with other kernels up to twice
+        # One query per KV head: on Intel with tiles (AMX) it takes 0.4 to 0.95 of the time of ROWS queries.
+        # On other processors it takes up to twice their time
         if same_bits or count > 1 or not torch.cpu._is_amx_tile_supported():
             rows = F.pad(rows, (0, 0, 0, -count % ROWS))
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)

@@ -15,20 +15,21 @@ BLOCK = 64      # outputs that lie together in oneDNN's layout of a float32 weig
 class FastLinear(Linear):
     """A linear layer y = x W^T + b that chooses the fastest product on a CPU.
 
-    The rows are multiplied with a copy of the weight in oneDNN's layout. If the processor has no instructions
-    for 16 bits, the copy is in float32.
+    Several rows are multiplied with a copy of the weight in oneDNN's layout. The copy has the weight's dtype.
+    A 16-bit weight gets a float32 copy if the processor has no instructions for its dtype.
 
-    A single row takes the time of reading its matrix. In float32, several threads read a part each, which is
-    faster than oneDNN's product. If the copy has blocks, these are the parts, and the weight is freed. If it
-    has none, the weight is divided. A weight of 16 bits whose copy is in float32 has half its bytes, so a
-    single row is multiplied with the weight. All other single rows are multiplied with the copy.
+    The product of a single row takes the time of reading the matrix. In float32, with several threads, each
+    thread multiplies the row with a part of the matrix, which is faster than oneDNN's product. The parts are
+    the blocks of the copy, and the weight is freed. If the copy has no blocks, the weight stays and is
+    divided. A 16-bit weight has half the bytes of its float32 copy, so a single row is multiplied with the
+    weight. All other single rows are multiplied with the copy.
 
     The same bits. oneDNN sums one to three rows in another order than more rows, but all multiples of ROWS in
     one order. So the number of rows is padded. Then the result of a row does not depend on the other rows.
-    Without --same-bits this does not hold for a single row that is multiplied with the weight or the blocks,
-    or on a processor with tiles (AMX). There a product with the copy is not slower without padding. Tiles sum
-    16 bits in an order that depends on the number of rows, so with --same-bits each product has `group`
-    rows."""
+    Without --same-bits there are two exceptions. A single row that is multiplied with the weight or the
+    blocks may have other bits. On a processor with tiles (AMX), a single row is not padded, because padding
+    saves time on other processors only. Tiles sum 16 bits in an order that depends on the number of rows. So
+    with --same-bits each product has `group` rows there."""
     reordered = None        # a copy of the weight in oneDNN's layout, if there is memory for it
     blocks = None           # [outputs / BLOCK, inputs, BLOCK], float32: the memory of this copy, as a tensor
     kind = torch.float32    # dtype of the copy, and of products of several rows
@@ -65,7 +66,7 @@ class FastLinear(Linear):
             return None
         if parts is None:
             parts = self.weight.unflatten(0, (math.gcd(len(self.weight), threads), -1)).mT
-        # With the row as second factor, it takes twice as long on Intel's processors
+        # `bmm(parts.mT, column)` takes twice as long on Intel's processors
         out = torch.bmm(row.expand(len(parts), -1, -1), parts).view(1, -1)
         return out if self.bias is None else out + self.bias
 
@@ -102,8 +103,8 @@ def speed_up(model: nn.Module, copies: bool, same_bits: bool = False, group: int
     """Turn the linear layers of a loaded model into FastLinear, in place. Hooks stay, and so does the
     embedding that a tied head shares.
 
-    `copies`: there is enough memory for copies of the weights. If single rows read the copy as well, the
-    layer's own weight is freed. `same_bits`: all rows are multiplied in the same way. `group`: see
+    `copies`: there is enough memory for copies of the weights. A weight that no product reads any more is
+    freed. `same_bits`: all rows are multiplied in the same way. `group`: see
     FastLinear. Returns: `model`. Set PyTorch's number of threads first. Call it once; the model then stays
     on the CPU."""
     for linear in model.modules():

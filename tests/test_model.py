@@ -111,14 +111,14 @@ def test_16_bits_stay_near_transformers(kind, dtype, tmp_path):
 
 # Linear layers on a CPU ------------------------------------------------------------------------
 
-@pytest.mark.parametrize("plain", [False, True], ids=["with tiles", "no instructions for bf16"])
+@pytest.mark.parametrize("tiles, plain", [(True, False), (False, False), (False, True)], ids=["tiles", "no tiles", "no instructions for bf16"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("outputs", [30, 31, 128], ids=["divided", "in one piece", "in blocks"])
 @pytest.mark.parametrize("dtype, rtol, atol", [(torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 0.1)])
 @torch.inference_mode()
-def test_a_fast_product_equals_the_plain_product(bias, outputs, dtype, rtol, atol, plain, monkeypatch):
+def test_a_fast_product_equals_the_plain_product(bias, outputs, dtype, rtol, atol, tiles, plain, monkeypatch):
     """Also without a copy of the weights, where the operator is missing or has no kernel."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: not plain)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
     if plain:
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     generator, can_reorder = torch.Generator().manual_seed(0), reorders(product_dtype(dtype))

@@ -174,9 +174,9 @@ def test_decoding_requests_go_first_and_prefill_gets_the_rest_of_the_budget():
     assert_equal(newer)
 
 
-@pytest.mark.parametrize("most", [(1 << 20, 4 << 20), (1 << 13, 1 << 14), (0, 0)])  # bytes: one group, several, none
-def test_requests_start_in_their_order_and_at_most_max_running_run(most, monkeypatch):
-    monkeypatch.setattr(limits, "pad_limits", lambda _: most)
+@pytest.mark.parametrize("both", [(1 << 20, 4 << 20), (1 << 13, 1 << 14), (0, 0)])  # bytes: one group, several, none
+def test_requests_start_in_their_order_and_at_most_max_running_run(both, monkeypatch):
+    monkeypatch.setattr(limits, "pad_limits", lambda _: both)
     engine, rng = watched(8, max_running=3, token_budget=64), random.Random(6)
     asked = [Request(draw(rng, rng.randrange(2, 60)), rng.randrange(2, 9)) for _ in range(10)]
     engine.generate(asked)
