@@ -157,8 +157,8 @@ def attention(q, k, v, mask, same_bits: bool = True):
 
     `mask` is added to the scores. If it is wider than k [S, KVH, hd], k and v are padded with zeros. None
     means causal, except that a single row attends to everything. The KV heads are not copied for the query
-    heads that share them. `same_bits`: with a mask, the bits of a single row must be those that it has among
-    others. False allows a faster way. Returns: [T, H, hd]."""
+    heads that share them. `same_bits`: a single row with a mask must get the same bits as in a batch. False
+    allows a faster way. Returns: [T, H, hd]."""
     if q.device.type == "cpu" and q.dtype == torch.float16:    # float32 is up to 8 times as fast
         q, k, v, mask = (None if each is None else each.float() for each in (q, k, v, mask))
         return attention(q, k, v, mask, same_bits).half()
