@@ -57,8 +57,8 @@ def pad_limits(device: torch.device) -> tuple[int, int]:
 
     A context of at least the first number is read alone, because padding the others to its length costs more
     than another call. A group, with its padding, has at most the second number. Then it is still in a
-    processor's cache when attention reads it; a GPU has no such limit. The numbers of processors were measured
-    on an AMD EPYC, and on an Intel Xeon with tiles (AMX) in float32 and bfloat16."""
+    processor's cache when attention reads it. A GPU has no such limit. The numbers of processors were
+    measured on an AMD EPYC, and on an Intel Xeon with tiles (AMX) in float32 and bfloat16."""
     if device.type == "cuda":
         return 1 << 24, 1 << 62
     return (4 << 20, 16 << 20) if torch.cpu._is_amx_tile_supported() else (1 << 20, 4 << 20)
