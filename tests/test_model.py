@@ -145,6 +145,16 @@ def test_a_fast_product_equals_the_plain_product(bias, outputs, dtype, rtol, ato
 
 
 @pytest.mark.skipif(not reorders(torch.float32), reason="weights cannot be reordered here")
+@pytest.mark.parametrize("tiles, same_bits, rows", [(True, False, 1), (True, True, 4), (False, False, 4)])
+def test_a_single_row_is_padded_for_speed_without_tiles_and_for_its_bits(tiles, same_bits, rows, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr("shell.linear.product", product := Mock(side_effect=lambda x, *_: x))
+    speed_up(Linear(64, 64), True, same_bits)(torch.randn(1, 64))
+    assert len(product.call_args.args[0]) == rows
+
+
+@pytest.mark.skipif(not reorders(torch.float32), reason="weights cannot be reordered here")
 def test_short_memory_prevents_copies_of_weights(tmp_path, monkeypatch):
     folder = write_model(tmp_path / "model")
     size = checkpoint.weight_bytes(load(folder).model)
@@ -185,8 +195,11 @@ def test_each_row_of_a_chunk_attends_to_earlier_rows(count, end, heads, device, 
     mask = causal_mask(count, end, torch.device(device), dtype)
     torch.testing.assert_close(attention(q, k, v, mask), alone, atol=0.02, rtol=0.02)
     group = torch.zeros(count, end, dtype=dtype).masked_fill(torch.arange(end) >= torch.tensor(seen)[:, None], -torch.inf)
-    of_each = attention(q, *(side.expand(count, *side.shape) for side in (k, v)), group[:, None, None], same_bits=False)
-    torch.testing.assert_close(of_each, alone, atol=0.02, rtol=0.02)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel := Mock(wraps=F.scaled_dot_product_attention))
+    for same_bits in False, True:
+        of_each = attention(q, *(side.expand(count, *side.shape) for side in (k, v)), group[:, None, None], same_bits)
+        torch.testing.assert_close(of_each, alone, atol=0.02, rtol=0.02)
+        assert kernel.call_args.args[0].shape[2] == (1 if tiles and heads == 4 and not same_bits else 4), "queries per KV head"
 
 
 # The basis of restoration ----------------------------------------------------------------------
