@@ -105,8 +105,8 @@ def speed_up(model: nn.Module, copies: bool, same_bits: bool = False, group: int
 
     `copies`: there is enough memory for copies of the weights. A weight that no product reads any more is
     freed. `same_bits`: all rows are multiplied in the same way. `group`: see FastLinear. Layers on a GPU stay
-    as they are. Returns: `model`. Set PyTorch's number of threads first. Call it once; a model on the CPU then
-    stays there."""
+    as they are. Returns: `model`. Set PyTorch's number of threads first. Call it once; the model then stays
+    on its device."""
     for linear in model.modules():
         if isinstance(linear, Linear) and linear.weight.device.type == "cpu":
             dtype, several = linear.weight.dtype, torch.get_num_threads() > 1

@@ -113,9 +113,10 @@ def test_two_ranks_have_the_bits_of_a_request_alone_on_two_ranks(keep, dtype, ti
     assert done.returncode == 0 and re.search(r"[1-9]\d* restored, .*[1-9]\d* compared, 0 different", done.stdout), done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("kv_heads", [2, 4])  # of 4 query heads
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_decoded_token_has_the_log_probabilities_of_a_prefill_in_batches_of_every_size(dtype):
-    model, marked = exact_model(dtype), draw(engines.random.Random(0), 100)
+def test_a_decoded_token_has_the_log_probabilities_of_a_prefill_in_batches_of_every_size(dtype, kv_heads):
+    model, marked = exact_model(dtype, kv_heads=kv_heads), draw(engines.random.Random(0), 100)
     baseline.Engine(model, kv_cache=False).generate([filled := Request(marked, 6)])
     for size in range(1, 18):
         others = [Request(draw(engines.random.Random(other), 9 * other), 7) for other in range(1, size)]
