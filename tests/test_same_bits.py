@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, write_model
 
+from common.llama import attention, causal_mask
 from common.requests import Request
 from shell import bits, limits, linear
 from shell.config import ModelError
@@ -113,10 +114,17 @@ def test_two_ranks_have_the_bits_of_a_request_alone_on_two_ranks(keep, dtype, ti
     assert done.returncode == 0 and re.search(r"[1-9]\d* restored, .*[1-9]\d* compared, 0 different", done.stdout), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("kv_heads", [2, 4])  # of 4 query heads
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_decoded_token_has_the_log_probabilities_of_a_prefill_in_batches_of_every_size(dtype, kv_heads):
-    model, marked = exact_model(dtype, kv_heads=kv_heads), draw(engines.random.Random(0), 100)
+def test_attention_of_single_rows_has_the_bits_of_a_prefill_without_grouped_queries(dtype):
+    generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
+    q, k, v = (torch.randn(400, 4, 64, generator=generator).to(dtype) for _ in range(3))
+    rows = [attention(q[end - 1 : end], k[:end], v[:end], causal_mask(1, end, cpu, dtype, True)) for end in range(1, 401)]
+    assert torch.equal(attention(q, k, v, causal_mask(400, 400, cpu, dtype, True)), torch.cat(rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_decoded_token_has_the_log_probabilities_of_a_prefill_in_batches_of_every_size(dtype):
+    model, marked = exact_model(dtype), draw(engines.random.Random(0), 100)
     baseline.Engine(model, kv_cache=False).generate([filled := Request(marked, 6)])
     for size in range(1, 18):
         others = [Request(draw(engines.random.Random(other), 9 * other), 7) for other in range(1, size)]
