@@ -57,8 +57,8 @@ class FastLinear(Linear):
         return out if self.kind == dtype else out.to(dtype)
 
     def alone(self, row):                                              # [1, inputs] -> [1, outputs], or None
-        """Multiply a single row with the weight or the blocks. Return None if the product of several rows is
-        at least as fast."""
+        """Multiply a single row with the weight or the blocks. Return None on one thread if there is a copy:
+        then the weight is freed, and the row is multiplied with the whole copy."""
         threads, parts = torch.get_num_threads(), self.blocks          # [parts, inputs, outputs / parts]
         if row.dtype.itemsize == 2:
             return super().forward(row)
