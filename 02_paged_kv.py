@@ -216,12 +216,12 @@ class Batch:
 
     def plan_reads(self, groups: list[tuple[int, int, int]], tables: list[list[int]], uploaded: tuple):
         """Plan which slots each row reads. `groups`: (first, end, keys): requests [first, end) share one
-        read, padded to `keys` tokens (S). A group of one request is not padded.
+        read, padded to `keys` tokens (S).
 
         `tables` and `uploaded`: the block tables on the host and on the device. Padding reads the request's
         first slot again, which was written. Returns: a list of (rows, slots, mask). Of one request, `slots`
-        is a slice if its blocks are adjacent, else [S]. Of several they are [B, S], and their mask is [B, 1,
-        1, S]."""
+        is a slice if its blocks are adjacent, else [S], where S is the width of the mask. Of several they are
+        [B, S], and their mask is [B, 1, 1, S]."""
         pool, memory, row, reads = self.pool, self.pool.memory, 0, []
         for first, end, keys in groups:
             # A row for each request, or for each token of a single one
@@ -233,8 +233,10 @@ class Batch:
                 slots, mask = slots.where(mask == 0, slots[:, :1]), mask[:, None, None]
             else:
                 start, run = table[0] * pool.block_size, [*range(table[0], table[0] + len(table))]
-                slots = slice(start, start + keys) if table == run else pool.slots(uploaded[first])[:keys]
                 mask = causal_mask(rows.stop - row, keys, memory.device, memory.dtype, self.same_bits)
+                slots = slice(start, start + keys) if table == run else pool.slots(uploaded[first])[:keys]
+                if table != run and mask is not None:  # so `attention` need not copy them again
+                    slots = torch.nn.functional.pad(slots, (0, mask.shape[-1] - keys), value=start)
             reads.append((rows, slots, mask))
             row = rows.stop
         return reads
@@ -248,9 +250,8 @@ class Batch:
         def attend(q, k, v):
             keys.index_copy_(0, self.slots, k)
             values.index_copy_(0, self.slots, v)
-            outs = []
-            for rows, slots, mask in self.reads:
-                outs.append(attention(q[rows], read(keys, slots), read(values, slots), mask, self.same_bits))
+            outs = [attention(q[rows], read(keys, slots), read(values, slots), mask, self.same_bits)
+                    for rows, slots, mask in self.reads]  # fmt: skip
             return outs[0] if len(outs) == 1 else torch.cat(outs)  # [T, H, hd]
 
         return attend

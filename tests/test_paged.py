@@ -147,6 +147,15 @@ def test_a_step_uploads_its_indices_in_one_tensor(monkeypatch):
     assert sum(counted.call_count for counted in made) == len(engine.runner.steps) >= 9
 
 
+@pytest.mark.parametrize("start, count, wide", [(39, 1, 64), (20, 20, 64), (0, 40, 64)])  # 64: 40 in whole blocks of keys
+def test_scattered_blocks_are_read_at_the_width_of_their_mask(start, count, wide):
+    engine, request = make(None, 8), Request(draw(random.Random(7), 40), 4)
+    request.table, request.next = [5, 1, 3], start
+    (_, slots, mask), = paged.Batch(engine.pool, [(request, count)], same_bits=True).reads
+    written = [*range(80, 96), *range(16, 32), *range(48, 56)]
+    assert slots.tolist() == written + [80] * (wide - 40) and mask.shape[-1] == wide, "no later copy pads them"
+
+
 def test_a_last_block_that_must_be_computed_delays_no_request():
     engine = make(None, 64)
     prompt = draw(random.Random(3), 32)  # two full blocks; the second has the last token, so it must be computed
