@@ -58,6 +58,7 @@ SAMPLING = {
     "top_k": (number(0, 1 << 20), f"a whole number from -1 or 0 (no limit) to {1 << 20}"),
     "seed": (number(0, (1 << 63) - 1), f"a whole number from -1 (a random seed) to {(1 << 63) - 1}"),
     "stop": (stop_strings, "a string of 1 to 256 characters or a list of at most 16 of them"),
+    "ignore_eos": FLAG,
 }
 TEMPLATE = {"chat_template_kwargs": OBJECT, "enable_thinking": FLAG, "reasoning_effort": LABEL}
 PROMPT = {
@@ -235,7 +236,8 @@ class Frontend:
         max_tokens = min(asked.pop("max_tokens", 128), self.context - len(tokens))
         writer = Writer(self.tokenizer, asked.pop("stop", ()), tokens if raw else ())
         options = {name: asked.pop(name) for name in self.fields if name in asked}
-        return Request(tokens, max_tokens, options=options, end_tokens=self.end_tokens, writer=writer,
+        end_tokens = frozenset() if asked.pop("ignore_eos", False) else self.end_tokens
+        return Request(tokens, max_tokens, options=options, end_tokens=end_tokens, writer=writer,
                        received=received, **asked)
 
     def encode(self, prompt, messages, raw: bool = False, variables: dict | None = None) -> list[int]:

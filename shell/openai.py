@@ -6,8 +6,9 @@ import uuid
 
 from flask import abort
 
+from common.requests import BadRequest
 from shell import read_words
-from shell.frontend import FLAG, LABEL, OBJECT, PROMPT, SAMPLING, TEMPLATE, check_fields, only
+from shell.frontend import FLAG, LABEL, OBJECT, PROMPT, SAMPLING, TEMPLATE, check_fields, number, only
 from shell.guards import events, read_body
 
 # Neutral values of unsupported fields of OpenAI, vLLM, SGLang and llama.cpp; a line has a value, and names
@@ -17,70 +18,79 @@ FIELDS = {                                      # in addition to SAMPLING; the s
     "stream": FLAG, "stream_options": OBJECT, "max_completion_tokens": SAMPLING["max_tokens"],
     "tool_choice": only("auto", "none"), "function_call": only("auto", "none"), "parallel_tool_calls": FLAG,
     "service_tier": only("auto", "default"), "metadata": OBJECT, **dict.fromkeys(LABELS.split(), LABEL),
+    "min_tokens": (number(0, 1 << 20), f"a whole number from 0 to {1 << 20}"),
     **{name: only(value) for name, value in NEUTRAL.items()}}
 OPTIONS = {                                     # fields of stream_options
-    "include_usage": FLAG, "include_obfuscation": only(False), "continuous_usage_stats": only(False)}
+    "include_usage": FLAG, "include_obfuscation": only(False), "continuous_usage_stats": FLAG}
 
 
-def parse(body, chat: bool, frontend) -> tuple[dict, bool, bool]:
+def parse(body, chat: bool, frontend) -> tuple[dict, bool, dict]:
     """Parse the body of a request in OpenAI's format. Raises BadRequest.
 
     `chat`: it is a chat completion; otherwise a completion.
 
-    Returns: (arguments for Frontend.request, whether to stream, whether the stream ends with the usage)."""
+    Returns: (arguments for Frontend.request, whether to stream, the options of the stream)."""
     prompt = "messages" if chat else "prompt"
     ours = {prompt: PROMPT[prompt], **TEMPLATE, **SAMPLING, **frontend.fields}
     special = {"add_special_tokens": only(not chat)}            # a chat template writes its own
     given = check_fields(body, {**ours, **FIELDS, **special})
+    if given.get("min_tokens") and not given.get("ignore_eos"):
+        raise BadRequest("min_tokens needs ignore_eos, which makes each answer as long as max_tokens.")
     options = check_fields(given.get("stream_options", {}), OPTIONS)
     # OpenAI's defaults; /generate is greedy. A completion continues the text, without a chat template.
     asked = dict(temperature=1.0, max_tokens=math.inf if chat else 16, raw=not chat)
     asked |= {name: value for name, value in given.items() if name in ours}
     asked["max_tokens"] = given.get("max_completion_tokens", asked["max_tokens"])
-    return asked, given.get("stream", False), options.get("include_usage", False)
+    return asked, given.get("stream", False), options
 
 
-def replies(pieces, chat: bool, model: str, stream: bool, with_usage: bool):
+def replies(asked, pieces, chat: bool, model: str, stream: bool, options: dict):
     """Yield one complete reply, or else the chunks of a stream and then the string [DONE].
 
-    `pieces`: pieces of text, None where there is nothing new, and the request last. `model`: the name in each
-    reply."""
+    `asked`: the Request. `pieces`: pieces of its text, and None where there is nothing new. `model`: the name
+    in each reply. `options`: of a stream, see OPTIONS."""
     kind = ("chat.completion.chunk" if stream else "chat.completion") if chat else "text_completion"
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     head = dict(id=name, object=kind, created=int(time.time()), model=model)
+    with_usage = options.get("include_usage", False)
+    each = not stream or with_usage and options.get("continuous_usage_stats", False)    # reply has the usage
     if stream and with_usage:
         head["usage"] = None
 
+    def usage() -> dict:
+        used = asked.usage
+        return dict(used, total_tokens=used["prompt_tokens"] + used["completion_tokens"],
+                    prompt_tokens_details=dict(cached_tokens=used["cached_tokens"]))
+
     def reply(text: str, reason: str | None = None, **role):
         content = {"delta" if stream else "message": dict(role, content=text)} if chat else dict(text=text)
-        return dict(head, choices=[dict(index=0, finish_reason=reason, logprobs=None, **content)])
+        choice = dict(index=0, finish_reason=reason, logprobs=None, **content)
+        return dict(head, choices=[choice], **dict(usage=usage()) if each else {})
 
-    if stream:
-        yield reply("", role="assistant")       # in one chunk only: clients concatenate roles
+    role = dict(role="assistant")   # in one chunk only: clients concatenate roles
     for piece in pieces:
-        if stream and isinstance(piece, str | None):
-            yield piece and reply(piece)
-    used = piece.usage
-    usage = dict(used, total_tokens=used["prompt_tokens"] + used["completion_tokens"],
-                 prompt_tokens_details=dict(cached_tokens=used["cached_tokens"]))
+        if stream:
+            # The first chunk has text, because programs that measure TTFT take the time of the first chunk
+            yield piece and reply(piece, **role)
+            role = {} if piece else role
     if stream:
-        yield reply("", piece.finish_reason)
+        yield reply("", asked.finish_reason, **role)
         if with_usage:
-            yield dict(head, choices=[], usage=usage)
+            yield dict(head, choices=[], usage=usage())
         yield "[DONE]"
     else:
-        yield dict(reply(piece.text, piece.finish_reason, role="assistant"), usage=usage)
+        yield reply(asked.text, asked.finish_reason, **role)
 
 
 def add_routes(app, answer, frontend, model: str):
     """Add OpenAI's routes to a Flask app.
 
-    `answer(fields)` submits a request and returns its pieces, as `replies` takes them."""
+    `answer(fields)` submits a request. Returns: the Request, and its pieces as `replies` takes them."""
     @app.post("/v1/chat/completions", defaults=dict(chat=True))
     @app.post("/v1/completions", defaults=dict(chat=False))
     def complete(chat: bool):
-        fields, streaming, with_usage = parse(read_body(), chat, frontend)
-        chunks = replies(answer(fields), chat, model, streaming, with_usage)
+        fields, streaming, options = parse(read_body(), chat, frontend)
+        chunks = replies(*answer(fields), chat, model, streaming, options)
         return events(chunks) if streaming else next(chunks)
 
     @app.get("/v1/models", defaults=dict(name=""))

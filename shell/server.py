@@ -97,8 +97,8 @@ class Server:
         raise ClientDisconnected("The client hung up.")
 
     def stream(self, gone, **fields):
-        """Submit a request and yield its answer: None once it is accepted, pieces of text, then the request.
-        Also yield None after each SILENCE_SECONDS without a piece.
+        """Submit a request. Yield the Request once it is accepted, and then pieces of its text. Also yield
+        None after each SILENCE_SECONDS without a piece.
 
         `fields`: arguments of Frontend.request. `gone()`: True when the client has hung up. The request is
         cancelled in that case, or if the generator is closed. Raises BadRequest or Unavailable."""
@@ -114,9 +114,8 @@ class Server:
             self.engine.submit(asked)
             self.open.append(asked)
         try:
-            yield
-            yield from iter(partial(self.take, asked.pieces, gone, SILENCE_SECONDS), END)
             yield asked
+            yield from iter(partial(self.take, asked.pieces, gone, SILENCE_SECONDS), END)
         finally:
             self.open.remove(asked)
             if asked.outcome is None:
@@ -144,19 +143,23 @@ def make_app(server: Server) -> Flask:
     app.after_request(lambda reply: reply.headers.set("X-Frame-Options", "DENY") or reply)
 
     def answer(fields: dict):
-        """Submit a request for the client of this connection. Returns: the rest of `Server.stream`."""
+        """Submit a request for the client of this connection. Returns: the Request, and its pieces."""
         pieces = server.stream(partial(guards.has_left, request.environ["werkzeug.socket"]), **fields)
-        next(pieces)                            # raise errors of the request before a stream begins
-        return pieces
+        return next(pieces), pieces             # raise errors of the request before a stream begins
 
     @app.post("/generate")
     def generate():
         own = {**PROMPT, **SAMPLING, "stream": openai.FLAG, **frontend.fields}
         fields = check_fields(guards.read_body(), own)
         streaming = fields.pop("stream", False)
-        replies = (piece and (dict(text=piece) if isinstance(piece, str) else dict(result=result_json(piece)))
-                   for piece in answer(fields))
-        return guards.events(replies) if streaming else [*replies][-1]["result"]
+
+        def replies(asked, pieces):
+            for piece in pieces:
+                yield piece and dict(text=piece)
+            yield dict(result=result_json(asked))
+
+        said = replies(*answer(fields))
+        return guards.events(said) if streaming else [*said][-1]["result"]
 
     @app.get("/health")
     def health():

@@ -80,20 +80,32 @@ def test_a_completion_and_its_stream_continue_the_text(client, frontend):
     assert joined(stream, chat=False) == (choice.text, choice.finish_reason, completion.usage)
 
 
+def test_each_chunk_may_have_the_usage_so_far(client):
+    options = dict(include_usage=True, continuous_usage_stats=True)
+    chunks = [*client.chat.completions.create(messages=HELLO, stream=True, stream_options=options, **GREEDY)]
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert len(counts) > 2 and counts == sorted(counts) and counts[-1] == 8
+    assert {chunk.usage.total_tokens - chunk.usage.completion_tokens for chunk in chunks} == {chunks[-1].usage.prompt_tokens}
+
+
 def test_a_stream_without_usage_ends_with_done(served):
     *events, done = served.ask("/v1/chat/completions", dict(GREEDY, messages=HELLO, stream=True)).events
     assert done == "[DONE]" and all(event["choices"] and "usage" not in event for event in events)
-    assert events[0]["choices"][0]["delta"] == dict(role="assistant", content="")
-    assert all(event["choices"][0]["delta"].keys() == {"content"} for event in events[1:])
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas[0].keys() == {"role", "content"} and deltas[0]["content"], "load generators take its time as TTFT"
+    assert all(delta.keys() == {"content"} for delta in deltas[1:])
+    empty, done = served.ask("/v1/chat/completions", dict(GREEDY, messages=HELLO, stream=True, stop=deltas[0]["content"])).events
+    assert empty["choices"][0]["delta"] == dict(role="assistant", content="") and empty["choices"][0]["finish_reason"] == "stop"
 
 
 # 2. Fields of a request --------------------------------------------------------------------------------------
 
 def test_the_engine_gets_the_fields_of_a_client(client, served):
     client.chat.completions.create(messages=HELLO, model="x", max_completion_tokens=3, seed=7, top_p=0.5, stop=["a"],
-                                   extra_body=dict(cache_salt="Anna", top_k=2))
+                                   extra_body=dict(cache_salt="Anna", top_k=2, ignore_eos=True, min_tokens=3))
     request = served.engine.asked[-1]
     assert (request.max_tokens, request.temperature, request.seed, request.top_p, request.top_k) == (3, 1.0, 7, 0.5, 2)
+    assert not request.end_tokens and served.server.frontend.request(prompt="Hi", ignore_eos=False).end_tokens
     assert request.options == dict(cache_salt="Anna") and request.writer.stop == ["a"]
 
 
