@@ -53,7 +53,7 @@ def replies(asked, pieces, chat: bool, model: str, stream: bool, options: dict):
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     head = dict(id=name, object=kind, created=int(time.time()), model=model)
     with_usage = options.get("include_usage", False)
-    each = not stream or with_usage and options.get("continuous_usage_stats", False)    # reply has the usage
+    in_each = not stream or with_usage and options.get("continuous_usage_stats")    # whether each reply has it
     if stream and with_usage:
         head["usage"] = None
 
@@ -65,7 +65,7 @@ def replies(asked, pieces, chat: bool, model: str, stream: bool, options: dict):
     def reply(text: str, reason: str | None = None, **role):
         content = {"delta" if stream else "message": dict(role, content=text)} if chat else dict(text=text)
         choice = dict(index=0, finish_reason=reason, logprobs=None, **content)
-        return dict(head, choices=[choice], **dict(usage=usage()) if each else {})
+        return dict(head, choices=[choice], **dict(usage=usage()) if in_each else {})
 
     role = dict(role="assistant")   # in one chunk only: clients concatenate roles
     for piece in pieces:
