@@ -216,12 +216,12 @@ class Batch:
 
     def plan_reads(self, groups: list[tuple[int, int, int]], tables: list[list[int]], uploaded: tuple):
         """Plan which slots each row reads. `groups`: (first, end, keys): requests [first, end) share one
-        read, padded to `keys` tokens (S).
+        read, padded to `keys` tokens. A group of one request is read alone.
 
         `tables` and `uploaded`: the block tables on the host and on the device. Padding reads the request's
         first slot again, which was written. Returns: a list of (rows, slots, mask). Of one request, `slots`
-        is a slice if its blocks are adjacent, else [S], where S is the width of the mask. Of several they are
-        [B, S], and their mask is [B, 1, 1, S]."""
+        is a slice if its blocks are adjacent, else [S], as wide as the mask if it has one. Of several they
+        are [B, S], and their mask is [B, 1, 1, S]."""
         pool, memory, row, reads = self.pool, self.pool.memory, 0, []
         for first, end, keys in groups:
             # A row for each request, or for each token of a single one
@@ -235,7 +235,7 @@ class Batch:
                 start, run = table[0] * pool.block_size, [*range(table[0], table[0] + len(table))]
                 mask = causal_mask(rows.stop - row, keys, memory.device, memory.dtype, self.same_bits)
                 slots = slice(start, start + keys) if table == run else pool.slots(uploaded[first])[:keys]
-                if table != run and mask is not None:  # so `attention` need not copy them again
+                if table != run and mask is not None:  # else `attention` would copy K and V again
                     slots = torch.nn.functional.pad(slots, (0, mask.shape[-1] - keys), value=start)
             reads.append((rows, slots, mask))
             row = rows.stop

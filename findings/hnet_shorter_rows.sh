@@ -3,10 +3,11 @@
 #
 # Expected: a batch of prompts of unequal lengths, with `lens` and return_hiddens=True, and then single steps with the
 # returned cache give each row what it gets alone. And a nested HNet in portions gives what it gives at once.
-# Seen: the prompts are right, and so are the steps of the longest row. Steps of shorter rows are wrong for most seeds.
-# The chunker keeps the key and the upsampled vector of the last place of the padded batch, not those of a row's own
-# last token. So a shorter row looks for its next boundary beside padding. A nested HNet does this by itself: its outer level gives rows of unequal numbers of chunks to
-# the inner one, so portions of several steps are wrong for a batch, and right for a batch of one and for single steps.
+# Seen: the prompts are right, and so are the steps of the longest row. Steps of shorter rows are wrong for most
+# seeds. The chunker keeps the key and the upsampled vector of the last place of the padded batch, not those of a
+# row's own last token. So a shorter row looks for its next boundary beside padding. A nested HNet does this by
+# itself: its outer level gives rows of unequal numbers of chunks to the inner one, so portions of several steps are
+# wrong for a batch, and right for a batch of one and for single steps.
 # Nothing is raised.
 #
 #     seed 0: prompts of 5, 8, 3 0.00 off, their steps 2.08, 0.00, 0.37 off; nested, portions of 1, 2, 3, 5: one row

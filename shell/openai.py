@@ -34,13 +34,13 @@ def parse(body, chat: bool, frontend) -> tuple[dict, bool, dict]:
     ours = {prompt: PROMPT[prompt], **TEMPLATE, **SAMPLING, **frontend.fields}
     special = {"add_special_tokens": only(not chat)}            # a chat template writes its own
     given = check_fields(body, {**ours, **FIELDS, **special})
-    if given.get("min_tokens") and not given.get("ignore_eos"):
-        raise BadRequest("min_tokens needs ignore_eos, which makes each answer as long as max_tokens.")
     options = check_fields(given.get("stream_options", {}), OPTIONS)
     # OpenAI's defaults; /generate is greedy. A completion continues the text, without a chat template.
     asked = dict(temperature=1.0, max_tokens=math.inf if chat else 16, raw=not chat)
     asked |= {name: value for name, value in given.items() if name in ours}
     asked["max_tokens"] = given.get("max_completion_tokens", asked["max_tokens"])
+    if given.get("min_tokens", 0) > (asked["max_tokens"] if given.get("ignore_eos") else 0):
+        raise BadRequest("min_tokens is supported only with ignore_eos, and must be at most max_tokens.")
     return asked, given.get("stream", False), options
 
 
@@ -53,7 +53,7 @@ def replies(asked, pieces, chat: bool, model: str, stream: bool, options: dict):
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     head = dict(id=name, object=kind, created=int(time.time()), model=model)
     with_usage = options.get("include_usage", False)
-    in_each = not stream or with_usage and options.get("continuous_usage_stats")    # whether each reply has it
+    usage_in_each = not stream or with_usage and options.get("continuous_usage_stats")
     if stream and with_usage:
         head["usage"] = None
 
@@ -65,21 +65,21 @@ def replies(asked, pieces, chat: bool, model: str, stream: bool, options: dict):
     def reply(text: str, reason: str | None = None, **role):
         content = {"delta" if stream else "message": dict(role, content=text)} if chat else dict(text=text)
         choice = dict(index=0, finish_reason=reason, logprobs=None, **content)
-        return dict(head, choices=[choice], **dict(usage=usage()) if in_each else {})
+        return dict(head, choices=[choice], **dict(usage=usage()) if usage_in_each else {})
 
-    role = dict(role="assistant")   # in one chunk only: clients concatenate roles
+    first = dict(role="assistant")  # in one chunk only: clients concatenate roles
     for piece in pieces:
         if stream:
-            # The first chunk has text, because programs that measure TTFT take the time of the first chunk
-            yield piece and reply(piece, **role)
-            role = {} if piece else role
+            # No chunk comes before the first text, because some programs take the first chunk's time as TTFT
+            yield piece and reply(piece, **first)
+            first = {} if piece else first
     if stream:
-        yield reply("", asked.finish_reason, **role)
+        yield reply("", asked.finish_reason, **first)
         if with_usage:
             yield dict(head, choices=[], usage=usage())
         yield "[DONE]"
     else:
-        yield reply(asked.text, asked.finish_reason, **role)
+        yield reply(asked.text, asked.finish_reason, **first)
 
 
 def add_routes(app, answer, frontend, model: str):

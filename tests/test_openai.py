@@ -86,6 +86,8 @@ def test_each_chunk_may_have_the_usage_so_far(client):
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert len(counts) > 2 and counts == sorted(counts) and counts[-1] == 8
     assert {chunk.usage.total_tokens - chunk.usage.completion_tokens for chunk in chunks} == {chunks[-1].usage.prompt_tokens}
+    alone = client.chat.completions.create(messages=HELLO, stream=True, stream_options=dict(continuous_usage_stats=True), **GREEDY)
+    assert not any(chunk.usage for chunk in alone)
 
 
 def test_a_stream_without_usage_ends_with_done(served):

@@ -157,7 +157,8 @@ REFUSED = [  # (route, status, words of the error, bodies); a body in bytes is s
     (CHATS, 400, "include_usage must be", [dict(CHAT, stream_options=dict(include_usage="yes"))]),
     (CHATS, 400, "include_obfuscation must be", [dict(CHAT, stream_options=dict(include_obfuscation=True))]),
     (CHATS, 400, "max_completion_tokens must be", [dict(CHAT, max_completion_tokens=0)]),
-    (CHATS, 400, "min_tokens needs ignore_eos", [dict(CHAT, min_tokens=5), dict(CHAT, min_tokens=5, ignore_eos=False)]),
+    (CHATS, 400, "min_tokens is supported only with ignore_eos", [
+        dict(CHAT, min_tokens=5), dict(CHAT, min_tokens=5, ignore_eos=False), dict(CHAT, min_tokens=9, max_tokens=8, ignore_eos=True)]),
     (CHATS, 400, "min_tokens must be", [dict(CHAT, min_tokens=-1, ignore_eos=True)]), (GENERATE, 400, "ignore_eos must be", each("ignore_eos", 1)),
     (TEXTS, 400, "add_special_tokens must be true:", [dict(TEXT, add_special_tokens=False)]),
     *((CHATS, 400, f"{name} must be {json.dumps(value)}:", [{**CHAT, name: ["other"]}]) for name, value in openai.NEUTRAL.items()),
