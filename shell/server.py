@@ -26,7 +26,9 @@ from shell.frontend import PROMPT, SAMPLING, check_fields, result_json
 # Requests at a time. The process needs file descriptors for other files, too.
 MAX_REQUESTS = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 POLL_SECONDS = 0.5                 # seconds between a waiting thread's checks for closing and hang-up
-SILENCE_SECONDS = 3.0              # seconds until a stream that has nothing to say sends a comment
+# Seconds until a stream that has nothing to say sends a comment. Proxies give up after 60 s or so. But to
+# `vllm bench serve` and SGLang's bench_serving, an answer with a comment is a failure
+SILENCE_SECONDS = 30.0
 EXIT_SECONDS = 5.0                 # seconds from closing to the forced end of the process
 LOADING = "The server is loading its model; ask again in a few seconds."
 SHUTTING_DOWN = "The server is shutting down; ask again when it is back."
