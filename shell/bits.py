@@ -3,13 +3,12 @@
 Whether that holds depends on the kernels that PyTorch, oneDNN and MKL choose for this processor."""
 import hashlib
 import os
-from contextlib import suppress
 
 import torch
 
 from common.llama import KEYS, attention, causal_mask
 from shell.config import ModelError
-from shell.linear import FastLinear
+from shell.linear import FastLinear, is_intel
 
 ON_A_GPU = ("--same-bits has no effect on a GPU, whose libraries choose other kernels for other numbers of "
             "rows; only tokens are compared.")
@@ -29,9 +28,8 @@ def ask_for_strict_sums():
 
     Attention in float32 and float16 needs it for heads of more than 80 numbers, or without AVX-512. It has no
     effect after the first product of a process. On other processors MKL might take slow kernels."""
-    with suppress(OSError), open("/proc/cpuinfo") as file:
-        if "GenuineIntel" in file.read() and not os.environ.get("MKL_CBWR"):
-            os.environ["MKL_CBWR"] = "AUTO,STRICT"
+    if is_intel():
+        os.environ["MKL_CBWR"] = os.environ.get("MKL_CBWR") or "AUTO,STRICT"
 
 
 def has_tiles(dtype: torch.dtype) -> bool:

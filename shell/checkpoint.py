@@ -30,7 +30,7 @@ from common.llama import Llama, LlamaConfig
 from shell import bits, limits, random_models, read_words
 from shell.config import ModelError, read_config
 from shell.families import layer_of
-from shell.linear import product_dtype, speed_up
+from shell.linear import product_dtype, reads_weight, speed_up
 from shell.pieces import Pieces
 from shell.tokenizer import plain_tokenizer
 
@@ -156,7 +156,7 @@ def prepare_for_cpu(model: Llama, on_host: bool, sharding, same_bits: bool, dige
     copies = ranks.all_true(copies) if ranks else copies
     model.same_bits = same_bits
     if copies:  # a copy takes memory of weights freed before, if it has their dtype; the head is the largest
-        freed = product_dtype(model.dtype) == model.dtype
+        freed = product_dtype(model.dtype) == model.dtype and not reads_weight(model.dtype, same_bits)
         reserve(model.head.weight.nbytes if freed else int(size) - weight_bytes(model))
     speed_up(model, copies, same_bits)
     copied = sum(getattr(part, "reordered", None) is not None for part in model.modules())
