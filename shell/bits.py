@@ -28,8 +28,8 @@ def ask_for_strict_sums():
 
     Attention in float32 and float16 needs it for heads of more than 80 numbers, or without AVX-512. It has no
     effect after the first product of a process. On other processors MKL might take slow kernels."""
-    if is_intel():
-        os.environ["MKL_CBWR"] = os.environ.get("MKL_CBWR") or "AUTO,STRICT"
+    if is_intel() and not os.environ.get("MKL_CBWR"):
+        os.environ["MKL_CBWR"] = "AUTO,STRICT"
 
 
 def has_tiles(dtype: torch.dtype) -> bool:

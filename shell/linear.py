@@ -11,6 +11,7 @@ from torch import nn
 from common.llama import ROWS, Linear
 
 BLOCK = 64      # outputs that lie together in oneDNN's layout of a float32 weight
+PARTS = 64      # of a weight, at most; MKL gives them to its threads
 
 
 class FastLinear(Linear):
@@ -19,17 +20,18 @@ class FastLinear(Linear):
     Several rows are multiplied with a copy of the weight in oneDNN's layout. The copy has the weight's dtype.
     A 16-bit weight gets a float32 copy if the processor has no instructions for its dtype.
 
-    The product of a single row takes the time of reading the matrix. In float32, MKL multiplies the row with
-    parts of the matrix, which is faster than oneDNN's product of the whole. Which parts are read fastest
-    depends on the processor (`is_intel`):
+    The product of a single row takes the time of reading the matrix. In float32, the fastest way to read it
+    depends on the maker of the processor, because MKL chooses its kernels by the maker:
 
-    - On Intel's processors, the blocks of the copy. So the weight is freed. If the copy has no blocks, the
-      weight stays and is divided. On one thread the whole copy is faster.
-    - On others, a few parts of the weight itself, on one thread, too: MKL takes a slower way for one part.
-      So the weight stays. In SmolLM2 all products of a row take 0.65 of the time that the blocks take.
+    - On Intel's processors with several threads, MKL multiplies the row with the blocks of the copy, and the
+      weight is freed. If the copy has no blocks, the weight stays and is divided. On one thread, oneDNN's
+      product with the whole copy is faster.
+    - On others, MKL multiplies PARTS parts of the weight with the row as a column. So the weight stays. On an
+      AMD EPYC all products of SmolLM2 take 0.65 of their time with blocks, on one thread and on two. With one
+      part they take twice as long as with several.
 
-    A 16-bit weight has half the bytes of its float32 copy, so a single row is multiplied with the weight. All
-    other single rows are multiplied with the copy.
+    A 16-bit weight has half the bytes of its float32 copy, so a single row is multiplied with the weight. A
+    16-bit copy is read as a whole. Under --same-bits, every single row is multiplied with the whole copy.
 
     The same bits. oneDNN sums one to three rows in another order than more rows, but all multiples of ROWS in
     one order. So the number of rows is padded. Then the result of a row does not depend on the other rows.
@@ -64,19 +66,22 @@ class FastLinear(Linear):
         return out if self.kind == dtype else out.to(dtype)
 
     def alone(self, row):                                              # [1, inputs] -> [1, outputs], or None
-        """Multiply a single row with the weight or the blocks. Return None if the whole copy is faster."""
-        threads, parts = torch.get_num_threads(), self.blocks          # [parts, inputs, outputs / parts]
+        """Multiply a single row with the weight or the blocks. Return None if the whole copy is faster: on
+        Intel's processors, if there is one thread now."""
+        threads, outputs, parts = torch.get_num_threads(), self.weight.shape[0], self.blocks
         if row.dtype.itemsize == 2:
             return super().forward(row)
-        if threads == 1 and self.reordered is not None and is_intel():
+        if not is_intel():
+            # [parts, outputs / parts, inputs]
+            parts = self.weight.unflatten(0, (math.gcd(outputs, PARTS), -1))
+            out = torch.bmm(parts, row.mT.expand(len(parts), -1, -1)).view(1, -1)
+        elif threads == 1 and self.reordered is not None:
             return None
-        if parts is None:
-            parts = self.weight.unflatten(0, (math.gcd(len(self.weight), max(2, threads)), -1)).mT
-        if is_intel():
-            out = torch.bmm(row.expand(len(parts), -1, -1), parts)     # twice as fast there as the other way
-        else:
-            out = torch.bmm(parts.mT, row.mT.expand(len(parts), -1, -1))
-        return out.view(1, -1) if self.bias is None else out.view(1, -1) + self.bias
+        else:   # row times matrix takes half the time of matrix times column there
+            if parts is None:                                          # [parts, inputs, outputs / parts]
+                parts = self.weight.unflatten(0, (math.gcd(outputs, threads), -1)).mT
+            out = torch.bmm(row.expand(len(parts), -1, -1), parts).view(1, -1)
+        return out if self.bias is None else out + self.bias
 
 
 def product(x, weight, bias):
@@ -101,7 +106,7 @@ def blocks_of(copy, weight):
 
 @cache
 def is_intel() -> bool:
-    """-> whether this is a processor of Intel's. MKL has other kernels for others."""
+    """-> whether this is a processor of Intel's; False if there is no /proc/cpuinfo."""
     with suppress(OSError), open("/proc/cpuinfo") as file:
         return "GenuineIntel" in file.read()
     return False
@@ -116,9 +121,9 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def reads_weight(dtype: torch.dtype, same_bits: bool) -> bool:
-    """-> whether a single row is multiplied with the weight even if there is a copy."""
-    fastest = not is_intel() if dtype == torch.float32 else product_dtype(dtype) != dtype
-    return fastest and not same_bits
+    """-> whether a single row reads the weight although there is a copy with blocks, so that both stay."""
+    faster = not is_intel() if dtype == torch.float32 else product_dtype(dtype) != dtype
+    return faster and not same_bits
 
 
 def speed_up(model: nn.Module, copies: bool, same_bits: bool = False, group: int = 0):
@@ -138,7 +143,7 @@ def speed_up(model: nn.Module, copies: bool, same_bits: bool = False, group: int
                 with suppress(AttributeError, RuntimeError):    # no kernel for this device or dtype
                     weight, stays = linear.weight.detach().to(linear.kind), reads_weight(dtype, same_bits)
                     linear.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-                    linear.direct &= stays or several and dtype == torch.float32
+                    linear.direct &= stays or (several and dtype == torch.float32)
                     if linear.direct and not stays:
                         linear.blocks = blocks_of(linear.reordered, linear.weight)
                     if not linear.direct or linear.blocks is not None:
