@@ -24,16 +24,16 @@ from benchmarks.measure import RESULTS, device_name
 # benchmark -> minutes that it takes on two cores, and options of the quick run (None: it is left out)
 PARTS = {
     "baseline": (1, "--model classroom --rounds 2"),
-    "engine": (3, "--only throughput host --model classroom --rounds 1"),
-    "planned": (4, "--model classroom --histories 1024 --rounds 2"),
+    "engine": (2, "--only throughput host --model classroom --rounds 1"),
+    "planned": (3, "--model classroom --histories 1024 --rounds 2"),
     "variants": (2, None),
-    "outside": (9, None),
-    "both_ends": (4, "--only grid --model classroom --histories 1024 --r 4 1 0.5 --share --rounds 2"),
+    "outside": (10, None),
+    "both_ends": (3, "--only grid --model classroom --histories 1024 --r 4 1 0.5 --share --rounds 2"),
     "tiered": (3, "--only policies --model classroom --rounds 1"),
-    "hybrid_blocks": (5, "--only grid --model classroom --f 1.25 --context 128 --rounds 1"),
+    "hybrid_blocks": (4, "--only grid --model classroom --f 1.25 --context 128 --rounds 1"),
     "ranks": (1, "--model classroom --ranks 1 2 --rounds 2"),
-    "real_storage": (4, "--model classroom --histories 1024 --rounds 1"),
-    "peers": (4, None),
+    "real_storage": (3, "--model classroom --histories 1024 --rounds 1"),
+    "peers": (6, None),
 }
 
 
