@@ -40,10 +40,10 @@ from itertools import chain, takewhile
 
 import torch
 
-from common.llama import attention, causal_mask, upload, whole_blocks
+from common.llama import ROWS, attention, causal_mask, upload, whole_blocks
 from common.prefixes import BlockKey, BlockKeys
 from common.requests import Interrupted, Request, RequestQueue, Unavailable, in_words
-from common.sampling import draw, likeliest
+from common.sampling import likeliest
 from common.timeline import Clock
 from shell import charts, cli, lesson, limits
 from shell.frontend import Frontend
@@ -208,9 +208,12 @@ class Batch:
         for first, end, keys in groups:
             for table in tables[first:end]:
                 table += table[:1] * (pool.num_blocks(keys) - len(table))
+        # Pad the rows once, on a CPU, because each product would (shell/linear.py). They have no slots
+        pads = device.type == "cpu" and (same_bits or len(slots) > 1)
+        tokens, positions = (each + each[:1] * (-len(slots) % ROWS * pads) for each in (tokens, positions))
         lists = [tokens, positions, slots, last, *tables]  # upload once: each upload to a GPU takes 10 us
         numbers = upload([*chain(*lists)], device).split_with_sizes([*map(len, lists)])
-        # [T] each; `last_rows` [R] are the rows to sample from
+        # [T] each (slots without padding); `last_rows` [R] are the rows to sample from
         self.tokens, self.positions, self.slots, self.last_rows = numbers[:4]
         self.reads = self.plan_reads(groups, tables, numbers[4:])
 
@@ -244,15 +247,18 @@ class Batch:
     def attend(self, layer: int):
         """Return the function attend(q, k, v) of one layer.
 
-        It writes k, v [T, KVH, hd] to their slots, and returns attention [T, H, hd]."""
+        It writes k, v [T, KVH, hd] to their slots, and returns attention [T, H, hd]. Rows of padding get any
+        numbers."""
         keys, values = self.pool.memory[layer].flatten(1, 2)  # [slots, KVH, hd] each
 
         def attend(q, k, v):
-            keys.index_copy_(0, self.slots, k)
-            values.index_copy_(0, self.slots, v)
+            count = len(self.slots)
+            keys.index_copy_(0, self.slots, k[:count])
+            values.index_copy_(0, self.slots, v[:count])
             outs = [attention(q[rows], read(keys, slots), read(values, slots), mask, self.same_bits)
                     for rows, slots, mask in self.reads]  # fmt: skip
-            return outs[0] if len(outs) == 1 else torch.cat(outs)  # [T, H, hd]
+            alone = len(outs) == 1 and len(q) == count
+            return outs[0] if alone else torch.cat([*outs, q[count:]])  # [T, H, hd]
 
         return attend
 
@@ -273,8 +279,8 @@ class Runner:
 
     def __init__(self, model, blocks: int, block_size: int = 16):
         config = model.config
-        heads = config.num_key_value_heads, config.head_dim
-        shape = config.num_hidden_layers, 2, blocks, block_size, *heads  # [L, 2, blocks, block_size, KVH, hd]
+        # [L, 2, blocks, block_size, KVH, hd]
+        shape = config.num_hidden_layers, 2, blocks, block_size, config.num_key_value_heads, config.head_dim
         memory = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.model, self.pool = model, BlockPool(blocks, block_size, memory)
         self.pieces = model.pieces  # GPU only: CUDA graphs of the layers (shell/pieces.py)
@@ -296,9 +302,9 @@ class Runner:
         hidden, rotation = self.model.embed(batch.tokens), self.model.rotary(batch.positions)
         layers = self.pieces.layers(len(hidden)) if self.pieces else self.model.layers
         for index, layer in zip(range(depth), layers):
-            before_layer(index, hidden, batch)
-            hidden = layer(hidden, rotation, batch.attend(index))  # [T, D]
-        return hidden
+            before_layer(index, hidden[: len(batch.slots)], batch)
+            hidden = layer(hidden, rotation, batch.attend(index))  # [T, D], and rows of padding
+        return hidden[: len(batch.slots)]
 
 
 # 4. The lower tier -----------------------------------------------------------------------------
@@ -510,11 +516,9 @@ class Engine(RequestQueue):
                     self.answer(request, token, row)
 
     def answer(self, request: Request, token: int, logits: torch.Tensor):
-        """Give a request its next token: the likeliest one, or a draw from its logits [V]. Finish it if it is
-        complete."""
-        if request.temperature and token >= 0:
-            token = draw(logits, request.temperature, request.top_k, request.top_p, request.generator)
-        request.push(token, logits)
+        """Give a request its next token: `token`, which is the likeliest one, or a draw from its logits [V].
+        Finish it if it is complete."""
+        request.push(request.sample(logits, token), logits)
         if request.finish_reason:
             self.finish(request)
 

@@ -215,8 +215,7 @@ class Llama(nn.Module):
         where = dict(dtype=dtype, device=device)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))
         self.rotary = Rotary(config, **where)
-        depth = config.num_hidden_layers
-        self.layers = nn.ModuleList(layer(config, index, **where) for index in range(depth))
+        self.layers = nn.ModuleList(layer(config, at, **where) for at in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, **where)
         self.head = Linear(config.hidden_size, config.vocab_size, False, **where)
         if config.tie_word_embeddings:

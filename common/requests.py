@@ -158,9 +158,10 @@ class Request:
         later = len(self.times) - 1
         return (self.times[-1] - self.times[0]) / later * 1e3 if later else None
 
-    def sample(self, logits: torch.Tensor) -> int:
-        """-> the next token, from `logits` [V]; -1 if they are not finite numbers."""
-        (token,) = sampling.likeliest(logits[None])
+    def sample(self, logits: torch.Tensor, best: int | None = None) -> int:
+        """-> the next token, from `logits` [V]; -1 if they are not finite numbers. `best`: the result of
+        `sampling.likeliest`, if it is known."""
+        (token,) = sampling.likeliest(logits[None]) if best is None else (best,)
         if self.temperature and token >= 0:
             return sampling.draw(logits, self.temperature, self.top_k, self.top_p, self.generator)
         return token
