@@ -40,16 +40,18 @@ class FastLinear(Linear):
     saves time on other processors only. Tiles sum 16 bits in an order that depends on the number of rows. So
     with --same-bits each product has `group` rows there."""
     reordered = None        # a copy of the weight in oneDNN's layout, if there is memory for it
-    blocks = None           # [outputs / BLOCK, inputs, BLOCK], float32: the memory of this copy, as a tensor
+    # What a single float32 row reads. On Intel's processors it is the memory of the copy as a tensor,
+    # [outputs / BLOCK, inputs, BLOCK]. On others it is the weight in parts, [parts, outputs / parts, inputs]
+    blocks = None
     kind = torch.float32    # dtype of the copy, and of products of several rows
     direct = True           # whether a single row is multiplied with the weight or the blocks
     pads = True             # whether a single row is padded before it is multiplied with the copy
     group = 0               # rows of each product under --same-bits, if the bits depend on their number
 
     def forward(self, x):                                              # [T, inputs] -> [T, outputs]
-        rows, step, dtype = len(x), self.group or ROWS, x.dtype
-        if rows == 1 and self.direct and (out := self.alone(x)) is not None:
+        if len(x) == 1 and self.direct and (out := self.alone(x)) is not None:
             return out
+        rows, step, dtype = len(x), self.group or ROWS, x.dtype
         if rows == 1 and self.pads:
             x = x.expand(step, -1)
         elif rows > 1 and rows % step:
@@ -70,16 +72,14 @@ class FastLinear(Linear):
         Intel's processors, if there is one thread now."""
         if row.dtype.itemsize == 2:
             return super().forward(row)
-        threads, outputs, parts = torch.get_num_threads(), self.weight.shape[0], self.blocks
+        parts, threads = self.blocks, torch.get_num_threads()
         if not is_intel():
-            # [parts, outputs / parts, inputs]
-            parts = self.weight.unflatten(0, (math.gcd(outputs, PARTS), -1))
+            parts = divided(self.weight, PARTS) if parts is None else parts
             out = torch.bmm(parts, row.mT.expand(len(parts), -1, -1)).view(1, -1)
         elif threads == 1 and self.reordered is not None:
             return None
         else:   # row times matrix takes half the time of matrix times column there
-            if parts is None:                                          # [parts, inputs, outputs / parts]
-                parts = self.weight.unflatten(0, (math.gcd(outputs, threads), -1)).mT
+            parts = divided(self.weight, threads).mT if parts is None else parts
             out = torch.bmm(row.expand(len(parts), -1, -1), parts).view(1, -1)
         return out if self.bias is None else out + self.bias
 
@@ -90,6 +90,11 @@ def product(x, weight, bias):
     if not torch.backends.mkldnn.is_available():
         return F.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+
+
+def divided(weight, most: int):
+    """-> the weight in at most `most` equal parts, [parts, outputs / parts, inputs]."""
+    return weight.unflatten(0, (math.gcd(len(weight), most), -1))
 
 
 def blocks_of(copy, weight):
@@ -142,10 +147,10 @@ def speed_up(model: nn.Module, copies: bool, same_bits: bool = False, group: int
             if copies:
                 with suppress(AttributeError, RuntimeError):    # no kernel for this device or dtype
                     weight, stays = linear.weight.detach().to(linear.kind), reads_weight(dtype, same_bits)
-                    linear.reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+                    linear.reordered = copy = torch.ops.mkldnn._reorder_linear_weight(weight, None)
                     linear.direct &= stays or (several and dtype == torch.float32)
-                    if linear.direct and not stays:
-                        linear.blocks = blocks_of(linear.reordered, linear.weight)
-                    if not linear.direct or linear.blocks is not None:
+                    if linear.direct and dtype == torch.float32:     # once, since dividing takes 2 us
+                        linear.blocks = divided(weight, PARTS) if stays else blocks_of(copy, weight)
+                    if not linear.direct or linear.blocks is not None and not stays:
                         linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
     return model
