@@ -466,7 +466,7 @@ def show(taken: dict) -> list[dict]:
         print(f"  {found} tokens came from storage. The faster way takes {gain:.2f} times as long as both.")
         print(f"  Both take {excess:.2f} times l c / (l + c) = {bound:.0f} ms (l: load, c: compute).\n")
     if len(taken) > 1:
-        print("Another speed moves the meeting point. If both save less than a tenth, nothing is computed.")
+        print("Another speed moves the meeting point. If both would save under a tenth, only loading runs.")
     print("What if a history is spread over three tiers, and only the last one is slow? Chapter 07.")
     return rows
 
