@@ -208,12 +208,12 @@ class Batch:
         for first, end, keys in groups:
             for table in tables[first:end]:
                 table += table[:1] * (pool.num_blocks(keys) - len(table))
-        # Pad the rows once, on a CPU, because each product would (shell/linear.py). They have no slots
+        # On a CPU, pad the rows here, or each product pads them (shell/linear.py). Padding has no slots
         pads = device.type == "cpu" and (same_bits or len(slots) > 1)
         tokens, positions = (each + each[:1] * (-len(slots) % ROWS * pads) for each in (tokens, positions))
         lists = [tokens, positions, slots, last, *tables]  # upload once: each upload to a GPU takes 10 us
         numbers = upload([*chain(*lists)], device).split_with_sizes([*map(len, lists)])
-        # [T] each (slots without padding); `last_rows` [R] are the rows to sample from
+        # [T] each, but `slots` lacks padding; `last_rows` [R]: the rows to sample from
         self.tokens, self.positions, self.slots, self.last_rows = numbers[:4]
         self.reads = self.plan_reads(groups, tables, numbers[4:])
 
@@ -247,8 +247,8 @@ class Batch:
     def attend(self, layer: int):
         """Return the function attend(q, k, v) of one layer.
 
-        It writes k, v [T, KVH, hd] to their slots, and returns attention [T, H, hd]. Rows of padding get any
-        numbers."""
+        It writes k, v [T, KVH, hd] to their slots, and returns attention [T, H, hd]. Nothing reads the
+        output of padding."""
         keys, values = self.pool.memory[layer].flatten(1, 2)  # [slots, KVH, hd] each
 
         def attend(q, k, v):
@@ -303,7 +303,7 @@ class Runner:
         layers = self.pieces.layers(len(hidden)) if self.pieces else self.model.layers
         for index, layer in zip(range(depth), layers):
             before_layer(index, hidden[: len(batch.slots)], batch)
-            hidden = layer(hidden, rotation, batch.attend(index))  # [T, D], and rows of padding
+            hidden = layer(hidden, rotation, batch.attend(index))  # [T, D], with padding
         return hidden[: len(batch.slots)]
 
 
@@ -516,8 +516,8 @@ class Engine(RequestQueue):
                     self.answer(request, token, row)
 
     def answer(self, request: Request, token: int, logits: torch.Tensor):
-        """Give a request its next token: `token`, which is the likeliest one, or a draw from its logits [V].
-        Finish it if it is complete."""
+        """Give a request its next token: the likeliest one, `token`, or a draw from its `logits` [V]. Finish
+        it if it is complete."""
         request.push(request.sample(logits, token), logits)
         if request.finish_reason:
             self.finish(request)

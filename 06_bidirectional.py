@@ -97,8 +97,8 @@ def portion(left: int, load: float, compute: float) -> int:
     before both ends meet, but at least a chunk. `load`, `compute`: seconds to load or to compute all `left`
     tokens.
 
-    Return 0 if both ends would save less than a tenth of `load`: a step beside the loader costs more than
-    that. If less than a chunk would remain, return `left`, because storage could not bring another chunk."""
+    Return 0 if both ends would save at most a tenth of `load`: steps slow the loader down, which may cost
+    more. If less than a chunk would remain, return `left`, because storage could not bring another chunk."""
     share = time_to_meet(load, compute)[1]
     tokens = max(CHUNK, int(left * share)) if share > 0.1 else 0
     return tokens if left - tokens >= CHUNK else left
@@ -308,7 +308,7 @@ class BidirectionalCache(Cache):
             restoration, most = request.restoration, budget
             left = restoration.limit - request.computed
             if restoration.is_loading and time.perf_counter() < restoration.deadline:
-                gap = restoration.match.blocks[0][0] * CHUNK - request.computed  # storage lacks these tokens
+                gap = restoration.match.blocks[0][0] * CHUNK - request.computed  # not in storage; may be < 0
                 compute = self.estimates.seconds_to_compute(request.computed, restoration.limit)
                 most = min(budget, max(gap, portion(left, self.seconds_to_load(left), compute)))
                 if self.leftover:
@@ -466,7 +466,7 @@ def show(taken: dict) -> list[dict]:
         print(f"  {found} tokens came from storage. The faster way takes {gain:.2f} times as long as both.")
         print(f"  Both take {excess:.2f} times l c / (l + c) = {bound:.0f} ms (l: load, c: compute).\n")
     if len(taken) > 1:
-        print("Another speed moves the meeting point. If both would save under a tenth, only loading runs.")
+        print("Another speed moves the meeting point. If both save under a tenth, chunks are only loaded.")
     print("What if a history is spread over three tiers, and only the last one is slow? Chapter 07.")
     return rows
 

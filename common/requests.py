@@ -159,8 +159,8 @@ class Request:
         return (self.times[-1] - self.times[0]) / later * 1e3 if later else None
 
     def sample(self, logits: torch.Tensor, best: int | None = None) -> int:
-        """-> the next token, from `logits` [V]; -1 if they are not finite numbers. `best`: the result of
-        `sampling.likeliest`, if it is known."""
+        """-> the next token, from `logits` [V]; -1 if they are not finite numbers. `best`: the likeliest
+        token, as `sampling.likeliest` gives it, if it is known."""
         (token,) = sampling.likeliest(logits[None]) if best is None else (best,)
         if self.temperature and token >= 0:
             return sampling.draw(logits, self.temperature, self.top_k, self.top_p, self.generator)

@@ -40,8 +40,8 @@ class FastLinear(Linear):
     saves time on other processors only. Tiles sum 16 bits in an order that depends on the number of rows. So
     with --same-bits each product has `group` rows there."""
     reordered = None        # a copy of the weight in oneDNN's layout, if there is memory for it
-    # What a single float32 row reads. On Intel's processors it is the memory of the copy as a tensor,
-    # [outputs / BLOCK, inputs, BLOCK]. On others it is the weight in parts, [parts, outputs / parts, inputs]
+    # The parts with which a single float32 row is multiplied. On Intel's processors: the memory of the copy,
+    # [outputs / BLOCK, inputs, BLOCK]. On others: the weight, [parts, outputs / parts, inputs]
     blocks = None
     kind = torch.float32    # dtype of the copy, and of products of several rows
     direct = True           # whether a single row is multiplied with the weight or the blocks
@@ -149,7 +149,7 @@ def speed_up(model: nn.Module, copies: bool, same_bits: bool = False, group: int
                     weight, stays = linear.weight.detach().to(linear.kind), reads_weight(dtype, same_bits)
                     linear.reordered = copy = torch.ops.mkldnn._reorder_linear_weight(weight, None)
                     linear.direct &= stays or (several and dtype == torch.float32)
-                    if linear.direct and dtype == torch.float32:     # once, since dividing takes 2 us
+                    if linear.direct and dtype == torch.float32:     # here, since `divided` takes 2 us
                         linear.blocks = divided(weight, PARTS) if stays else blocks_of(copy, weight)
                     if not linear.direct or linear.blocks is not None and not stays:
                         linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)

@@ -23,7 +23,7 @@ class Storage(both_ends.ModelledStorage):
     """A storage whose reads complete only when a test calls `deliver`."""
 
     def __init__(self):
-        super().__init__(1e9, 1e15)  # bytes/s
+        super().__init__(1e9, 1e15)
         self.reads, self.log = [], []
 
     def get(self, keys, into, label=""):
@@ -61,12 +61,12 @@ def engine_for(storage=None, budget: int = 64, memory=1e6, **options):
     ask(engine, PROMPT, 1)
     storage.deliver(99)
     evict(engine)
-    slow_prefill(engine, storage, 0.15)
+    set_ratio(engine, storage, 0.15)
     return engine, cache, storage
 
 
-def slow_prefill(engine, storage, ratio: float):
-    """Set speeds so that loading PROMPT takes `ratio` times as long as computing it."""
+def set_ratio(engine, storage, ratio: float):
+    """Set the speed of storage: loading PROMPT takes `ratio` times as long as computing it."""
     size, estimates = 6 * engine.lower_tier.cache.chunk_bytes, engine.lower_tier.estimates
     storage.speed = lambda: size / estimates.seconds_to_compute(0, 384) / ratio
 
@@ -147,15 +147,27 @@ def test_read_ahead_is_limited_in_bytes():
 
 # 2. How much of a step -------------------------------------------------------------------------
 
-@pytest.mark.parametrize("ratio", [0.01, 0.12, 0.5, 1.0, 3.0, 100.0])
+@pytest.mark.parametrize("ratio", [0.01, 0.11, 0.12, 0.5, 1.0, 3.0, 100.0])
 def test_a_step_computes_up_to_the_predicted_meeting_point(ratio):
     engine, cache, storage = engine_for(budget=512)
-    slow_prefill(engine, storage, ratio)
+    set_ratio(engine, storage, ratio)
     request = submit(engine, steps=1)
-    share = max(CHUNK, 384 * ratio / (1 + ratio)) if ratio > 0.1 else 0
+    share = max(CHUNK, 384 * ratio / (1 + ratio)) if ratio > 1 / 9 else 0
     assert request.computed == pytest.approx(384 if share > 320 else share, abs=1)
     storage.deliver(6 * (share == 0))
     finish(engine, storage, request)
+    assert share or request.found == {"storage": 384}
+
+
+def test_tokens_that_storage_lacks_are_computed_while_the_others_are_loaded():
+    engine, cache, storage = engine_for(budget=512)
+    set_ratio(engine, storage, 0.01)
+    del storage.index[keys_of(cache)[0]]
+    request = submit(engine, steps=1)
+    assert request.computed == 64
+    storage.deliver(6)
+    finish(engine, storage, request)
+    assert request.found == {"storage": 320}
 
 
 def keys_of(cache) -> list[bytes]:
@@ -170,7 +182,7 @@ def test_a_match_is_priced_for_prefill_and_storage_together():
 
     def price(ratio: float) -> tuple[float, bool]:
         """Return (seconds as a share of computing, whether loading pays)."""
-        slow_prefill(engine, storage, ratio)
+        set_ratio(engine, storage, ratio)
         match = cache.match(request)
         return pytest.approx(match.seconds / estimates.seconds_to_compute(0, 384)), bool(estimates.load_or_compute(request, match))
 
@@ -190,7 +202,7 @@ def test_a_match_is_priced_for_prefill_and_storage_together():
 def test_a_match_includes_the_seconds_of_a_missing_first_chunk(share):
     engine, cache, storage = engine_for(share=share)
     estimates, request = engine.lower_tier.estimates, Request(PROMPT + [7], 1)
-    slow_prefill(engine, storage, 0.5 if share == 0 else 1e-9)
+    set_ratio(engine, storage, 0.5 if share == 0 else 1e-9)
     del storage.index[keys_of(cache)[0]]
     loading = (1 - share) * 0.5 * 5 / 6 * estimates.seconds_to_compute(0, 384)
     for request.computed in 0, 10 * (share == 0):
@@ -202,7 +214,7 @@ def test_a_match_includes_the_seconds_of_a_missing_first_chunk(share):
 @pytest.mark.parametrize("share", [0.25, 0.0])
 def test_prefill_takes_its_share_beside_others_and_all_of_a_step_alone(share, late):
     engine, cache, storage = engine_for(budget=100, share=share)
-    slow_prefill(engine, storage, 1e12)  # nothing arrives from storage: prefill takes all that it may
+    set_ratio(engine, storage, 1e12)  # storage is predicted to be slow: prefill takes all that it may
     request = submit(engine, steps=1)
     assert request.computed == (100 if share else 0)
     other = submit(engine, draw(random.Random(1), 150), 9, steps=1)
