@@ -174,3 +174,14 @@ def test_the_lessons_programs_print_its_results(tmp_path):
     printed = subprocess.run([sys.executable, tmp_path / "programs.py"], env=plain, capture_output=True, text=True, check=True).stdout
     one, _, _, _, whole_blocks = printed.split()  # the others depend on the processor
     assert (one, whole_blocks) == ("False", "True")
+
+
+@pytest.mark.parametrize("requests, same, rows", [(1, False, 1), (1, True, 4), (3, False, 4), (4, False, 4), (5, False, 8)])
+def test_the_rows_of_a_step_are_padded_before_the_first_layer(requests, same, rows, monkeypatch):
+    model, seen = exact_model(torch.float32), []
+    monkeypatch.setattr(model, "same_bits", same)
+    hook, engine = model.layers[0].register_forward_pre_hook(lambda layer, given: seen.append(len(given[0]))), make(model=model, blocks=200)
+    engine.lower_tier.before_layer = lambda index, hidden, batch: index or seen.append(len(hidden))
+    engine.generate([Request(draw(engines.random.Random(number), 20), 3) for number in range(requests)])
+    hook.remove()
+    assert seen[-2:] == [requests, rows], "a Cache sees the tokens only"
