@@ -97,10 +97,8 @@ def portion(left: int, load: float, compute: float) -> int:
     before both ends meet, but at least a chunk. `load`, `compute`: seconds to load or to compute all `left`
     tokens.
 
-    Return 0 if both ends would save at most a tenth of `load`: steps slow the loader down, which may cost
-    more. If less than a chunk would remain, return `left`, because storage could not bring another chunk."""
-    share = time_to_meet(load, compute)[1]
-    tokens = max(CHUNK, int(left * share)) if share > 0.1 else 0
+    If less than a chunk would remain, return `left`, because storage could not bring another chunk."""
+    tokens = max(CHUNK, int(left * time_to_meet(load, compute)[1]))
     return tokens if left - tokens >= CHUNK else left
 
 
@@ -291,7 +289,8 @@ class BidirectionalCache(Cache):
 
     def restoring_requests(self) -> list:
         """Return the running requests whose two pointers have not met."""
-        return [one for one in self.engine.running if (ends := one.restoration) and one.computed < ends.limit]
+        running = [one for one in self.engine.running if one.restoration]
+        return [one for one in running if one.computed < one.restoration.limit]
 
     def poll(self):
         super().poll()
@@ -308,9 +307,8 @@ class BidirectionalCache(Cache):
             restoration, most = request.restoration, budget
             left = restoration.limit - request.computed
             if restoration.is_loading and time.perf_counter() < restoration.deadline:
-                gap = restoration.match.blocks[0][0] * CHUNK - request.computed  # not in storage; may be < 0
                 compute = self.estimates.seconds_to_compute(request.computed, restoration.limit)
-                most = min(budget, max(gap, portion(left, self.seconds_to_load(left), compute)))
+                most = min(budget, portion(left, self.seconds_to_load(left), compute))
                 if self.leftover:
                     most = min(most, max(0, budget - others))
                 elif not self.share:
@@ -466,7 +464,8 @@ def show(taken: dict) -> list[dict]:
         print(f"  {found} tokens came from storage. The faster way takes {gain:.2f} times as long as both.")
         print(f"  Both take {excess:.2f} times l c / (l + c) = {bound:.0f} ms (l: load, c: compute).\n")
     if len(taken) > 1:
-        print("Another speed moves the meeting point. If both save under a tenth, chunks are only loaded.")
+        print("If the speed of storage changes, both meet at another token. If loading takes a twentieth")
+        print("of the time, both can save a twentieth at most, and the short steps may cost more than that.")
     print("What if a history is spread over three tiers, and only the last one is slow? Chapter 07.")
     return rows
 

@@ -89,7 +89,7 @@ class BothEndsCache(tiers.TieredCache):
                     host_blocks = [self.host.block_of[page] for page in reversed(come)]
                     copies += self.copy_in(request, restoration.limit, host_blocks)
                     request.portion = min(request.portion, left)
-                elif prefetch.ended or self.storage.silent:  # no more pages may come: compute up to the limit
+                elif prefetch.ended:  # storage delivers no more pages: compute up to the limit
                     request.portion = left
                     yield
                 else:  # the next step computes its share (chapter 06), in whole pages
