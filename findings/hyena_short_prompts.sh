@@ -28,6 +28,7 @@ python3 -m venv "$work/venv"
 "$work/venv/bin/pip" install -q --no-compile torch==2.13.0 numpy==2.4.6 2> "$work/log"
 "$work/venv/bin/pip" install -q --no-compile einops==0.8.1 rich==14.3.3 pyyaml==6.0.4 tqdm==4.67.1 wheel==0.45.1 2> "$work/log"
 "$work/venv/bin/pip" install -q --no-compile --no-deps vtx==1.1.0 stripedhyena==0.2.2 2> "$work/log"
+cd "$work"  # vtx writes a log here
 "$work/venv/bin/python" - <<'PY' 2> "$work/log" || { tail -n 5 "$work/log"; exit 1; }
 import warnings
 
