@@ -15,8 +15,9 @@ from tests.support import engines
 from tests.support.engines import ORACLE, ask, both_ends, check_pools, draw, evict, make, wait_until_idle
 
 CHUNK = both_ends.CHUNK
-PROMPT = draw(random.Random(0), 400)  # 6 chunks of 64 tokens, and 16 tokens more
-BYTES = 64 * 3 * 2 * 2 * 16 * 4  # bytes of a chunk
+SIX = 6 * CHUNK
+PROMPT = draw(random.Random(0), SIX + 16)  # six chunks, and 16 tokens more
+BYTES = CHUNK * 3 * 2 * 2 * 16 * 4  # bytes of a chunk
 
 
 class Storage(both_ends.ModelledStorage):
@@ -50,7 +51,7 @@ class Storage(both_ends.ModelledStorage):
             count -= 1
 
 
-def engine_for(storage=None, budget: int = 64, memory=1e6, **options):
+def engine_for(storage=None, budget: int = CHUNK, memory=1e6, **options):
     """Return (engine, its cache, its storage).
 
     The storage holds the chunks of PROMPT; the device holds none of them."""
@@ -80,38 +81,38 @@ def finish(engine, storage, *requests):
 def test_prefill_and_storage_meet_in_the_middle():
     engine, cache, storage = engine_for()
     request = submit(engine)
-    for computed in (64, 128, 192):
+    for computed in (CHUNK, 2 * CHUNK, 3 * CHUNK):
         engine.step()
         assert request.computed == computed
         storage.deliver()
     engine.step()
     assert [transfer.cancelled for transfer in storage.log] == [False] * 3 + [True] * 3, "reads of chunks that prefill has computed are cancelled"
     finish(engine, storage, request)
-    assert request.found == {"storage": 192} and engine.counts["restored_tokens"] == 192
+    assert request.found == {"storage": 3 * CHUNK} and engine.counts["restored_tokens"] == 3 * CHUNK
     assert [transfer.label for transfer in storage.log] == [f"chunk {number}" for number in range(5, -1, -1)]
     assert request.timeline.plan["rows"] == [["chunks", "CCCLLL"]]
 
 
 def test_prefill_and_storage_meet_inside_a_block():
-    engine, cache, storage = engine_for(budget=40)
+    engine, cache, storage = engine_for(budget=CHUNK - 12)
     request = submit(engine, steps=1)
     storage.deliver(6)
     finish(engine, storage, request)
-    assert request.found == {"storage": 344} and request.timeline.plan["rows"] == [["chunks", "BLLLLL"]]
+    assert request.found == {"storage": SIX - (CHUNK - 12)} and request.timeline.plan["rows"] == [["chunks", "BLLLLL"]]
 
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_chunks_that_arrive_during_a_step_end_it_unless_it_has_another_request(beside):
-    engine, cache, storage = engine_for(budget=96 if beside else 64)
+    engine, cache, storage = engine_for(budget=CHUNK + 32 if beside else CHUNK)
     request, others, layers = submit(engine), [submit(engine, draw(random.Random(1), 200)) for _ in range(beside)], []
     engine.step()
     computed, steps = request.computed, engine.counts["steps"]
     cache.save_layer = lambda layer, *_: (storage.deliver(6), layers.append(layer))
     engine.step()
     assert layers == ([0, 1, 2] if beside else [0]) and engine.counts["steps"] - steps == beside
-    assert request.computed == (request.restoration.limit if beside else 384)
+    assert request.computed == (request.restoration.limit if beside else SIX)
     finish(engine, storage, request, *others)
-    assert request.found == {"storage": 384 - computed - 64 * beside}
+    assert request.found == {"storage": SIX - computed - CHUNK * beside}
 
 
 def test_chunks_that_have_arrived_stay_when_storage_fails():
@@ -121,7 +122,7 @@ def test_chunks_that_have_arrived_stay_when_storage_fails():
     engine.step()
     storage.deliver(1, OSError("missing"))
     finish(engine, storage, request)
-    assert request.found == {"storage": 128} and "missing" in request.decisions[-1]
+    assert request.found == {"storage": 2 * CHUNK} and "missing" in request.decisions[-1]
     assert engine.counts["failed_restorations"] == 1
 
 
@@ -131,10 +132,10 @@ def test_read_ahead_is_limited_in_bytes():
     request, storage.log = submit(engine), []
     for read in (2, 3, 4):
         engine.step()
-        assert len(storage.log) == read <= 2 + (384 - request.restoration.limit) // CHUNK
+        assert len(storage.log) == read <= 2 + (SIX - request.restoration.limit) // CHUNK
         storage.deliver()
     finish(engine, storage, request)
-    assert request.found == {"storage": 192}
+    assert request.found == {"storage": 3 * CHUNK}
 
 
 # 2. How much of a step -------------------------------------------------------------------------
@@ -143,7 +144,7 @@ def slow_prefill(engine, storage, ratio: float):
     """Set speeds so that loading PROMPT takes `ratio` times as long as computing it."""
     engine.lower_tier.estimates.computing.samples.clear()
     engine.lower_tier.estimates.computing.record(1.0, 1.0)
-    storage.bandwidth = Bandwidth(6 * BYTES / engine.lower_tier.estimates.seconds_to_compute(0, 384) / ratio)
+    storage.bandwidth = Bandwidth(6 * BYTES / engine.lower_tier.estimates.seconds_to_compute(0, SIX) / ratio)
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.5, 1.0, 3.0, 100.0])
@@ -151,8 +152,8 @@ def test_a_step_computes_up_to_the_predicted_meeting_point(ratio):
     engine, cache, storage = engine_for(budget=512)
     slow_prefill(engine, storage, ratio)
     request = submit(engine, steps=1)
-    share = max(CHUNK, 384 * ratio / (1 + ratio))
-    assert request.computed == pytest.approx(384 if share > 320 else share, abs=1)
+    share = max(CHUNK, SIX * ratio / (1 + ratio))
+    assert request.computed == pytest.approx(SIX if share > 5 * CHUNK else share, abs=1)
     finish(engine, storage, request)
 
 
@@ -170,7 +171,7 @@ def test_a_match_is_priced_for_prefill_and_storage_together():
         """Return (seconds as a share of computing, whether loading pays)."""
         slow_prefill(engine, storage, ratio)
         match = cache.match(request)
-        return pytest.approx(match.seconds / estimates.seconds_to_compute(0, 384)), bool(estimates.load_or_compute(request, match))
+        return pytest.approx(match.seconds / estimates.seconds_to_compute(0, SIX)), bool(estimates.load_or_compute(request, match))
 
     assert [price(ratio) for ratio in (0.1, 1.0, 10.0)] == [(1 / 11, True), (1 / 2, True), (10 / 11, False)]
     cache.share = 0.1
@@ -190,9 +191,9 @@ def test_a_match_includes_the_seconds_of_a_missing_first_chunk(share):
     estimates, request = engine.lower_tier.estimates, Request(PROMPT + [7], 1)
     slow_prefill(engine, storage, 0.5 if share == 0 else 1e-9)
     del storage.index[keys_of(cache)[0]]
-    loading = (1 - share) * 0.5 * 5 / 6 * estimates.seconds_to_compute(0, 384)
+    loading = (1 - share) * 0.5 * 5 / 6 * estimates.seconds_to_compute(0, SIX)
     for request.computed in 0, 10 * (share == 0):
-        gap = estimates.seconds_to_compute(0, 64) - estimates.seconds_to_compute(0, request.computed)
+        gap = estimates.seconds_to_compute(0, CHUNK) - estimates.seconds_to_compute(0, request.computed)
         assert cache.match(request).seconds == pytest.approx(loading + gap)
 
 
@@ -210,7 +211,7 @@ def test_prefill_takes_its_share_beside_others_and_all_of_a_step_alone(share, la
     assert (request.computed, other.computed) == ((225, 75) if share else ((100, 100) if late else (0, 151)))
     storage.deliver(6 * (not share and not late))
     finish(engine, storage, request, other)
-    assert share or late or request.found == {"storage": 384} and request.timeline.plan["rows"] == [["chunks", "LLLLLL"]]
+    assert share or late or request.found == {"storage": SIX} and request.timeline.plan["rows"] == [["chunks", "LLLLLL"]]
 
 
 def test_leftover_takes_only_the_rest_of_a_step():
@@ -225,7 +226,7 @@ def test_leftover_takes_only_the_rest_of_a_step():
     assert request.computed - before == 63, "a request that decodes leaves the rest of the step"
     storage.deliver(3)
     finish(engine, storage, request, other)
-    assert request.found["storage"] >= 192
+    assert request.found["storage"] >= 3 * CHUNK
 
 
 # 3. Saving -------------------------------------------------------------------------------------
@@ -239,43 +240,43 @@ def found(engine, tokens, wait=True, **options) -> int:
 
 def test_full_chunks_are_stored_once_and_the_last_token_is_computed():
     engine, cache, storage = engine_for()
-    assert len(storage.index) == 6 and found(engine, PROMPT) == 384
-    request = submit(engine, PROMPT, 60)  # 400 + 60 tokens: one more chunk
+    assert len(storage.index) == 6 and found(engine, PROMPT) == SIX
+    request = submit(engine, PROMPT, CHUNK - 4)  # one more chunk
     finish(engine, storage, request)
-    assert found(engine, request.tokens) == 448
+    assert found(engine, request.tokens) == 7 * CHUNK
     assert len(storage.index) == 7
-    assert found(engine, PROMPT[:384]) == 383 and found(engine, PROMPT[:383]) == 320
+    assert found(engine, PROMPT[:SIX]) == SIX - 1 and found(engine, PROMPT[: SIX - 1]) == 5 * CHUNK
     assert found(engine, PROMPT, cache_salt="b") == 0
 
 
 def test_the_longest_run_of_stored_chunks_is_loaded():
     engine, cache, storage = engine_for()
     keys = keys_of(cache)
-    cases = ([0, 1], 384, 256), ([2], 384, 192), ([4], 256, 256), ([0, 2, 5], 320, 128)
-    for lacking, tokens, loaded in cases:
+    cases = ([0, 1], 6, 4), ([2], 6, 3), ([4], 4, 4), ([0, 2, 5], 5, 2)
+    for lacking, end, loaded in cases:
         kept = dict(storage.index)
         for number in lacking:
             del storage.index[keys[number]]
-        assert found(engine, PROMPT) == tokens
+        assert found(engine, PROMPT) == end * CHUNK
         request = submit(engine, steps=1)
         storage.deliver(6)
         finish(engine, storage, request)
-        assert request.found["storage"] in (loaded, loaded - 64 * (0 not in lacking))
+        assert request.found["storage"] / CHUNK in (loaded, loaded - (0 not in lacking))
         evict(engine)
         storage.index = kept
 
 
 def test_a_chunk_without_a_staging_buffer_is_saved_later_or_counted():
     engine, cache, storage = engine_for()
-    places, other = cache.staging.allocate(cache.staging.available), draw(random.Random(5), 150)
+    places, other = cache.staging.allocate(cache.staging.available), draw(random.Random(5), 2 * CHUNK + 22)
     before = engine.counts["drops"]
     request = submit(engine, other, 20, steps=4)
     assert found(engine, other, wait=False) == 0 and request.new
     cache.staging.release(places)
     finish(engine, storage, request)
-    assert found(engine, other) == 128
+    assert found(engine, other) == 2 * CHUNK
     cache.staging.allocate(cache.staging.available)
-    ask(engine, draw(random.Random(6), 150), 1)
+    ask(engine, draw(random.Random(6), 2 * CHUNK + 22), 1)
     assert engine.counts["drops"] - before == 2
     del storage.index[next(iter(storage.index))]
     ask(engine, [*PROMPT, 7], 1)
@@ -287,7 +288,7 @@ def test_a_chunk_that_is_being_written_is_not_written_again():
     written, before = Transfer("save", "chunk"), engine.counts["bytes_out"]
     storage.set = lambda keys, values: written
     for _ in range(2):  # the second request finds the chunks on the device
-        ask(engine, draw(random.Random(5), 150), 1)
+        ask(engine, draw(random.Random(5), 2 * CHUNK + 22), 1)
     assert engine.counts["bytes_out"] - before == 2 * BYTES
     written.finish(0.0, 0.0)
     wait_until_idle(engine)
@@ -308,7 +309,7 @@ def test_modelled_storage_evicts_the_least_recently_used_value():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_8_bits_are_within_half_a_step_of_the_value(dtype):
-    kv = torch.randn(3, 2, 64, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    kv = torch.randn(3, 2, CHUNK, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     kv[0, 0, 0] = 0
     kv[0, 1, 0, 0, 0] = 3e4
     numbers, scales = both_ends.quantize(kv)
@@ -322,15 +323,15 @@ def test_8_bit_chunks_are_smaller_and_have_keys_of_their_own():
     storage = Storage()
     engine, cache, _ = engine_for(storage, bits=8, share=0.0)
     assert cache.chunk_bytes == BYTES // 4 * 18 // 16
-    request = submit(engine, PROMPT, 80, steps=1)
+    request = submit(engine, PROMPT, CHUNK + 16, steps=1)
     storage.deliver(6)
     engines.until_over(engine, request)
-    assert request.found == {"storage": 384} and found(engine, request.tokens) == 448
+    assert request.found == {"storage": SIX} and found(engine, request.tokens) == 7 * CHUNK
     exact = make(both_ends.BidirectionalCache(StoredChunks(storage)), 96)
     assert found(exact, request.tokens) == 0
     ask(exact, PROMPT, 1)
-    assert found(exact, request.tokens) == 384 and found(engine, request.tokens) == 448
-    ours, theirs = (each.pool.memory[:, :, each.pool.find(each.block_keys.extend([], PROMPT))[:24]] for each in (engine, exact))
+    assert found(exact, request.tokens) == SIX and found(engine, request.tokens) == 7 * CHUNK
+    ours, theirs = (each.pool.memory[:, :, each.pool.find(each.block_keys.extend([], PROMPT))[: SIX // 16]] for each in (engine, exact))
     largest = theirs.abs().amax(-1, keepdim=True)
     assert ((ours - theirs).abs() <= 0.01 * largest + 1e-6).all() and not torch.equal(ours, theirs)
 
