@@ -5,7 +5,7 @@ take as long as computing it. An engine that only loads leaves the processor idl
 leaves storage idle.
 
 The mechanism. Two pointers move over one history. The engine prefills from the front, in ordinary steps.
-Storage reads chunks of 64 tokens from the back. Each chunk that arrives lowers the limit up to which the
+Storage reads chunks of 32 tokens from the back. Each chunk that arrives lowers the limit up to which the
 engine computes. When the two pointers meet, the history is complete:
 
     computed                  they meet here             loaded
@@ -78,7 +78,7 @@ from shell.modelled_storage import ModelledStorage
 from shell.workers import Worker, as_integers
 
 paged = importlib.import_module("02_paged_kv")
-CHUNK = 64  # tokens
+CHUNK = 32  # tokens
 
 # 1. Two pointers -------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class BidirectionalCache(Cache):
         super().attach(engine)
         config, dtype, device = self.model.config, self.model.dtype, self.model.device
         self.kv = self.pool.memory.flatten(2, 3)  # [L, 2, slots, KVH, hd]
-        self.shape = *self.kv.shape[:2], CHUNK, *self.kv.shape[3:]  # of a chunk, [L, 2, 64, KVH, hd]
+        self.shape = *self.kv.shape[:2], CHUNK, *self.kv.shape[3:]  # of a chunk, [L, 2, CHUNK, KVH, hd]
         width = config.kv_numbers_per_token
         if self.bits == 8:  # one byte for each number, two bytes for the scale of each head
             dtype, width = torch.uint8, width + 2 * width // config.head_dim
@@ -374,14 +374,14 @@ class BidirectionalCache(Cache):
     # K and V as bytes
 
     def pack(self, kv):
-        """Turn K and V [L, 2, 64, KVH, hd] into a chunk [64, width]. With 8 bits, all numbers come first,
-        then all scales."""
+        """Turn K and V [L, 2, CHUNK, KVH, hd] into a chunk [CHUNK, width]. With 8 bits, all numbers come
+        first, then all scales."""
         if self.bits == 8:
             kv = torch.cat([part.flatten().view(torch.uint8) for part in quantize(kv)])
         return kv.view(CHUNK, -1)
 
     def unpack(self, chunk):
-        """Turn a chunk [64, width] into K and V [L, 2, 64, KVH, hd]."""
+        """Turn a chunk [CHUNK, width] into K and V [L, 2, CHUNK, KVH, hd]."""
         if self.bits != 8:
             return chunk.view(self.shape)
         chunk, count = chunk.flatten(), math.prod(self.shape)

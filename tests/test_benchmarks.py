@@ -38,9 +38,9 @@ def wider(tmp_path_factory):
 @pytest.mark.parametrize("module, part, is_right", [
     (planned, "ttft", lambda row: row["restored"] == {"02": 0, "03": 192, "04": 192, "05": 192}),
     (planned, "at_once", lambda row: row["bytes"]["03"] >= row["bytes"]["05"] > 0),
-    (both_ends, "grid", lambda row: row["loaded_chunks"] + row["computed_chunks"] == 3),
+    (both_ends, "grid", lambda row: row["loaded_chunks"] + row["computed_chunks"] == 6),
     (both_ends, "steps", lambda row: len(row["steps_ms"]) == 7 and row["beside_over_alone"]["min"] > 0),
-    (both_ends, "others", lambda row: row["loaded_chunks"] + row["computed_chunks"] == 3 and row["tbt_ms"]["both"]["min"] > 0),
+    (both_ends, "others", lambda row: row["loaded_chunks"] + row["computed_chunks"] == 6 and row["tbt_ms"]["both"]["min"] > 0),
     (tiered, "sizes", lambda row: 0 < row["gpu"] < 1 and row["gpu"] + row["cpu"] + row["computed"] == pytest.approx(1)),
     (variants, "saving", lambda row: all(row["ways"][way]["bytes_out"] > 0 for way in ("two stages", "each layer", "direct"))),
     (real_storage, "disk", lambda row: row["direct_gbps"]["min"] > 0),

@@ -200,30 +200,30 @@ def test_a_match_includes_the_seconds_of_a_missing_first_chunk(share):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("share", [0.25, 0.0])
 def test_prefill_takes_its_share_beside_others_and_all_of_a_step_alone(share, late):
-    engine, cache, storage = engine_for(budget=100, share=share)
+    engine, cache, storage = engine_for(budget=52, share=share)
     storage.bandwidth = Bandwidth(1e-9)  # nothing arrives from storage: prefill takes all that it may
     request = submit(engine, steps=1)
-    assert request.computed == (100 if share else 0)
-    other = submit(engine, draw(random.Random(1), 150), 9, steps=1)
+    assert request.computed == (52 if share else 0)
+    other = submit(engine, draw(random.Random(1), 75), 9, steps=1)
     if late:
         request.restoration.deadline = 0.0
     engine.step()
-    assert (request.computed, other.computed) == ((225, 75) if share else ((100, 100) if late else (0, 151)))
+    assert (request.computed, other.computed) == ((117, 39) if share else ((52, 52) if late else (0, 76)))
     storage.deliver(6 * (not share and not late))
     finish(engine, storage, request, other)
     assert share or late or request.found == {"storage": SIX} and request.timeline.plan["rows"] == [["chunks", "LLLLLL"]]
 
 
 def test_leftover_takes_only_the_rest_of_a_step():
-    engine, cache, storage = engine_for(budget=64, leftover=True)
-    other = submit(engine, draw(random.Random(1), 180), 30, steps=1)
+    engine, cache, storage = engine_for(budget=CHUNK, leftover=True)
+    other = submit(engine, draw(random.Random(1), 3 * CHUNK - 12), 30, steps=1)
     request = submit(engine, steps=1)
-    assert other.computed == 128 and request.computed == 0, "the other request's prefill comes first"
+    assert other.computed == 2 * CHUNK and request.computed == 0, "the other request's prefill comes first"
     engine.step()
-    assert other.new and request.computed == 64 - 53
+    assert other.new and request.computed == 11
     before = request.computed
     engine.step()
-    assert request.computed - before == 63, "a request that decodes leaves the rest of the step"
+    assert request.computed - before == CHUNK - 1, "a request that decodes leaves the rest of the step"
     storage.deliver(3)
     finish(engine, storage, request, other)
     assert request.found["storage"] >= 3 * CHUNK
@@ -323,7 +323,7 @@ def test_8_bit_chunks_are_smaller_and_have_keys_of_their_own():
     storage = Storage()
     engine, cache, _ = engine_for(storage, bits=8, share=0.0)
     assert cache.chunk_bytes == BYTES // 4 * 18 // 16
-    request = submit(engine, PROMPT, CHUNK + 16, steps=1)
+    request = submit(engine, PROMPT, CHUNK, steps=1)
     storage.deliver(6)
     engines.until_over(engine, request)
     assert request.found == {"storage": SIX} and found(engine, request.tokens) == 7 * CHUNK

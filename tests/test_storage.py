@@ -173,7 +173,7 @@ def test_a_write_to_slow_storage_waits_or_is_counted(kind, tmp_path, monkeypatch
 
 @FILES
 def test_two_engines_find_the_blocks_of_each_other_in_a_directory(kind, tmp_path):
-    rng, whole = random.Random(0), 256 if kind == "both" else 288
+    rng, whole = random.Random(0), 288
     first, second, third = (draw(rng, 300) for _ in range(3))
     with engine_with(cache_over(kind, directory(tmp_path))) as one, engine_with(cache_over(kind, directory(tmp_path))) as other:
         for engine, prompt in (one, first), (other, second), (one, third), (other, third):
