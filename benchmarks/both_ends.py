@@ -289,7 +289,7 @@ def report(found: list[dict]) -> str:
         "both - bound, ms": "{over_bound_ms:spread}", "slowed": "{slowed:n}",
         "chunks computed, loaded": "{computed_chunks:.0f}, {loaded_chunks:.0f}",
     }  # fmt: skip
-    shares = [dict(row, computed=row["computed_chunks"] * CHUNK / row["history_tokens"]) for row in tables.rows(found, "lengths")]
+    shares = [dict(row, computed=row["computed_chunks"] / (row["computed_chunks"] + row["loaded_chunks"])) for row in tables.rows(found, "lengths")]
     return tables.paragraphs(
         tables.table(
             "**TTFT of computing, of loading and of both ends**; the faster of the first two over both, within each round; both minus the "

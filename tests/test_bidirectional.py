@@ -270,7 +270,7 @@ def test_a_chunk_without_a_staging_buffer_is_saved_later_or_counted():
     engine, cache, storage = engine_for()
     places, other = cache.staging.allocate(cache.staging.available), draw(random.Random(5), 2 * CHUNK + 22)
     before = engine.counts["drops"]
-    request = submit(engine, other, 20, steps=4)
+    request = submit(engine, other, 8, steps=4)
     assert found(engine, other, wait=False) == 0 and request.new
     cache.staging.release(places)
     finish(engine, storage, request)

@@ -149,7 +149,7 @@ def check_04(rows: list, report: dict) -> bool:
 
 def check_06(rows: list, report: dict) -> bool:
     both = [row for row in rows if "loaded" in row]
-    return min(row["loaded"] for row in both) > 64 < both[0]["computed"]
+    return min(row["loaded"] for row in both) > 32 < both[0]["computed"]
 
 
 def check_07(rows: list, report: dict) -> bool:

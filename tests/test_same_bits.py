@@ -94,7 +94,7 @@ def test_long_contexts_and_large_budgets_keep_the_bits(cache, budget, dtype, mon
 def test_both_ends_that_meet_inside_a_block_keep_the_bits(dtype, monkeypatch):
     monkeypatch.setattr(engines, "tiny_model", lambda: exact_model(dtype))
     monkeypatch.setattr(engines.ORACLE, "judge", lambda request: "")  # the bits are compared instead
-    engine, _, storage = test_bidirectional.engine_for(budget=20)
+    engine, _, storage = test_bidirectional.engine_for(budget=test_bidirectional.CHUNK - 12)
     watch(engine, counts := Counter())
     request = test_bidirectional.submit(engine, steps=1)
     storage.deliver(6)
@@ -103,7 +103,7 @@ def test_both_ends_that_meet_inside_a_block_keep_the_bits(dtype, monkeypatch):
         test_tiered.read_in_steps(watch(tiers, counts), shelf)
         tiers.token_budget = 23  # tokens, so steps end inside a block
         found = engines.ask(tiers, prompt).found["storage"]
-    assert request.found == {"storage": test_bidirectional.SIX - 20} and 0 < found < 464 and counts["compared"] > 10**5 and not counts["different"], counts
+    assert request.found == {"storage": test_bidirectional.SIX - test_bidirectional.CHUNK + 12} and 0 < found < 464 and counts["compared"] > 10**5 and not counts["different"], counts
 
 
 @pytest.mark.skipif(os.name != "posix", reason="ranks are POSIX processes here")

@@ -41,8 +41,8 @@ CACHES = {
     "hidden": lambda blocks: hidden_states.HiddenCache(4 * blocks, BANDWIDTH),
     "planned": lambda blocks: planned.PlannedCache(16 * blocks, BANDWIDTH, plan="RHK"),
     "files": lambda blocks: hidden_states.HiddenCache(blocks, BANDWIDTH, chunk_files()),
-    "both": lambda blocks: both_ends.BidirectionalCache(modelled(blocks), share=0.5, memory=1e5),
-    "both, files": lambda blocks: both_ends.BidirectionalCache(chunk_files(), share=0.0, memory=4e5),
+    "both": lambda blocks: both_ends.BidirectionalCache(modelled(blocks), share=0.5, memory=5e4),
+    "both, files": lambda blocks: both_ends.BidirectionalCache(chunk_files(), share=0.0, memory=2e5),
     "tiered": lambda blocks: tiered(blocks, "wait_complete", "write_through"),
     "tiered, write_back": lambda blocks: tiered(blocks, "timeout", "write_back"),
     "tiered, both ends": lambda blocks: tiered(blocks, "both_ends", "write_through"),
@@ -53,7 +53,7 @@ FOLDERS = tempfile.TemporaryDirectory()
 
 
 def modelled(blocks: int) -> StoredChunks:
-    return StoredChunks(both_ends.ModelledStorage(5e4 * blocks, BANDWIDTH / 10))
+    return StoredChunks(both_ends.ModelledStorage(25e3 * blocks, BANDWIDTH / 10))
 
 
 def chunk_files(folder: Path | None = None) -> StoredChunks:
