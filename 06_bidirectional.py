@@ -30,7 +30,8 @@ A step should be neither too long nor too short. A long step computes tokens tha
 in the same time; in a short step each token costs more. So a step computes all tokens that prefill is
 expected to compute before the pointers meet. If `left` tokens remain, these are left * l / (l + c) tokens,
 where l and c are the seconds to load and to compute the remaining tokens. (In the paper a step has its full
-token budget, and a chunk is as long as a step.)
+token budget, and a chunk is as long as a step. Here a chunk is short, because the tokens after the last full
+chunk are always computed.)
 
 While other requests run, a request that is being restored computes at most the part `--share` of a step's
 token budget. The estimate of the time to compute assumes the same limit. With `--compute leftover`, it
