@@ -224,16 +224,15 @@ class PlannedCache(hidden_states.HiddenCache):
         return best_plan(layers, costs, shorter) if self.asked == "best" else closed_form(layers, costs)
 
     def measure_question(self, history: int) -> float:
-        """Time one layer for the QUESTION rows that follow a history of `history` tokens.
+        """Time one layer for the QUESTION rows that follow a history of `history` tokens, or of as many as the
+        pool has room for.
 
         Returns: the measured time as an equivalent number of arithmetic operations, which
-        `estimates.computing` turns into seconds; 0.0 if the pool is too small to measure it."""
-        blocks = self.pool.num_blocks(history + QUESTION)
-        if blocks > self.pool.available:
-            return 0.0
-        table = self.pool.allocate(blocks)
-        asked = Request([0] * (history + QUESTION), 1, table=table, computed=history)
-        batch = paged.Batch(self.pool, [(asked, QUESTION)])
+        `estimates.computing` turns into seconds."""
+        tokens = min(history + QUESTION, self.pool.available * self.pool.block_size)
+        table = self.pool.allocate(self.pool.num_blocks(tokens))
+        asked = Request([0] * tokens, 1, table=table, computed=max(0, tokens - QUESTION))
+        batch = paged.Batch(self.pool, [(asked, tokens - asked.computed)])
         _, operations = measure(self.model, partial(self.engine.runner.compute, batch, 1))
         self.pool.release(table)
         return operations

@@ -244,6 +244,19 @@ def test_a_text_longer_than_host_memory_comes_back_with_the_same_bits(kind, bloc
     assert max(live) <= max(pool.size * pool.block_bytes, 4 * 28 * 16 * 64 * 4) and live[-1] == 0, "two layers at least"
 
 
+@pytest.mark.parametrize("speed, runs", [(1e6, 4), (6e7, 2), (1e12, 1)])
+def test_a_block_is_read_in_fewer_runs_from_faster_storage(speed, runs, tmp_path):
+    """`speed`: bytes a second of the latest reads. The rows of a block have 33 KB."""
+    model = engines.plain_model(depth=9)  # layers 1 to 8 have rows
+    for _ in range(2):  # saved, then read after a restart
+        engine = engines.make(cache := hidden_states.HiddenCache(64, 2e9, engines.chunk_files(tmp_path)), 64, model=model)
+        cache.storage.storages[0].measured.record(speed, 1.0)
+        request = ask_and_evict(engine, PROMPT + [3])
+        reads = engine.counts["storage_reads"]
+        engine.close()
+    assert request.found == {"disk": 144} and reads == 9 * runs
+
+
 @pytest.mark.parametrize("fault", ["raises", "hangs"])
 def test_a_text_longer_than_host_memory_does_not_wait_for_storage_that_fails(fault, monkeypatch):
     monkeypatch.setattr("shell.workers.HANG_SECONDS", 0.05)

@@ -159,6 +159,13 @@ def test_the_plan_of_stored_files_is_kept_unless_another_one_is_named(monkeypatc
         assert best_plan(3, costs) == "KKK", "at other costs another plan would be the best"
 
 
+@pytest.mark.parametrize("blocks", [1, 3, 64])
+def test_the_question_is_measured_in_a_pool_of_any_size(blocks):
+    engine = engines.make(cache := planned.PlannedCache(64, 2e9), blocks)
+    assert cache.question > 0, "the planner assumes room for a history of 256 tokens, and for a question of 32"
+    engines.check_pools(engine)
+
+
 def test_a_new_directory_is_measured_before_the_plan_is_made(monkeypatch):
     storage, costs = chunk_files(), []
     (inner,) = storage.storages
