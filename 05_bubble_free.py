@@ -27,7 +27,9 @@ follows:
 2. Of these, keep the plans that are nearly as fast as the best one, and not slower than chapter 04, for a
    history of 1,024 tokens. A plan is nearly as fast if the best one takes at least 0.9 of its time. If all of
    them are slower than chapter 04, keep only the best one.
-3. Of these, take the plan whose busier lane has the least work for 512 tokens. When many requests are
+3. Of these, keep the plans that are nearly as fast as chapter 04, or faster, for a history of 2,048 tokens.
+   If there is none, keep only the fastest one.
+4. Of these, take the plan whose busier lane has the least work for 512 tokens. When many requests are
    restored at once, the busier lane is the bottleneck, and this work is what each request adds to it.
 
 On a very small model, such as the default one, computing the question takes about as long as restoring the
@@ -85,8 +87,9 @@ from shell.machine import measure
 paged = importlib.import_module("02_paged_kv")
 hidden_states = importlib.import_module("04_hidden_state_cache")
 PLANNED, QUESTION = 1024, 32  # tokens of the history that the planner assumes, and of the question after it
-# For a history of this many tokens, the plan must not be slower than chapter 03 (K in all layers)
-SHORTER = 512
+# Tokens of histories for which the plan must not be slower than chapter 03 (K in all layers), and nearly as
+# fast as chapter 04
+SHORTER, LONGER = 512, 2048
 # For that shorter history, any other plan must be faster than chapter 03 by at least this many seconds,
 # because mixing has costs that `plan_seconds` leaves out
 MIX = 1e-3
@@ -144,13 +147,13 @@ def divisions(layers: int) -> list[str]:
     ]
 
 
-def best_plan(layers: int, costs: LayerCosts, shorter: LayerCosts | None = None) -> str:
+def best_plan(layers: int, costs: LayerCosts, shorter: LayerCosts | None = None, longer=None) -> str:
     """Return the plan with the least `plan_seconds`. Among ties, it is the plan with the fewest K layers,
     then with the fewest H layers.
 
-    `shorter`: costs of a shorter history. If given, choose by the three steps at the top of this file
-    instead. Steps 1 and 3 use `shorter`, and step 2 uses `costs`. MIX is the margin of step 1, and BETTER
-    that of step 2.
+    `shorter`, `longer`: costs of a shorter and of a longer history. If given, choose by the four steps at the
+    top of this file instead. Steps 1 and 4 use `shorter`, step 2 uses `costs`, and step 3 uses `longer`. MIX
+    is the margin of step 1, and BETTER that of steps 2 and 3.
 
     If hidden states are at least as large as K and V (usual with grouped-query attention), an H layer costs
     at least as much as a K layer on both lanes. Then an H layer never makes a plan faster."""
@@ -160,8 +163,11 @@ def best_plan(layers: int, costs: LayerCosts, shorter: LayerCosts | None = None)
         return min(plans, key=order)
     most = plan_seconds("K" * layers, shorter)
     plans = [plan for plan in plans if plan == "K" * layers or plan_seconds(plan, shorter) + MIX <= most]
-    best, states = min(map(seconds, plans)), seconds("R" + "H" * (layers - 1))  # states: chapter 04
-    plans = [plan for plan in plans if seconds(plan) <= max(best, min(best / BETTER, states))]
+    best, states = min(map(seconds, plans)), "R" + "H" * (layers - 1)  # states: chapter 04
+    plans = [plan for plan in plans if seconds(plan) <= max(best, min(best / BETTER, seconds(states)))]
+    late = {plan: plan_seconds(plan, longer or costs) for plan in (*plans, states)}
+    least = max(late[states] / BETTER, min(late[plan] for plan in plans))
+    plans = [plan for plan in plans if late[plan] <= least]
     return min(plans, key=lambda plan: (busier_lane(plan, shorter), *order(plan)))
 
 
@@ -218,10 +224,11 @@ class PlannedCache(hidden_states.HiddenCache):
             read = backends.measure(storage, min(chunks.READ, size * -(-layers // 4)), 16)
             read.completed.wait(MEASURE_SECONDS)
         stored, plans = (1.0, divisions(layers)) if self.storage else (0.0, [])
-        costs, shorter = (self.costs(0, end, stored) for end in (tokens, min(SHORTER, tokens)))
+        ends = tokens, min(SHORTER, tokens), min(LONGER, 2 * tokens)
+        costs, *others = (self.costs(0, end, stored) for end in ends)
         if kept := [letters for letters in plans if self.storage.find(self.plan_key(letters))]:
             return min(kept, key=partial(plan_seconds, costs=costs))
-        return best_plan(layers, costs, shorter) if self.asked == "best" else closed_form(layers, costs)
+        return best_plan(layers, costs, *others) if self.asked == "best" else closed_form(layers, costs)
 
     def measure_question(self, history: int) -> float:
         """Time one layer for the QUESTION rows that follow a history of `history` tokens, or of as many as the

@@ -57,6 +57,14 @@ def test_the_plan_with_the_least_busy_lane_is_taken_among_nearly_equal_ones():
     assert best_plan(8, slow, short) == "RHHHHHHH", "no slower than chapter 04"
 
 
+def test_a_longer_history_is_restored_nearly_as_fast_as_by_chapter_04():
+    long, short, longer = (Costs(recompute, 8 * times, 8 * times, 16 * times, 7.0) for times, recompute in ((1, 40), (0.5, 17), (2, 88)))
+    alone, all_three = best_plan(8, long, short), best_plan(8, long, short, longer)
+    assert (alone, all_three) == ("RHKKKKKK", "RHHKKKKK")
+    for letters, fast in (alone, False), (all_three, True):
+        assert (planned.BETTER * plan_seconds(letters, longer) <= plan_seconds("RHHHHHHH", longer)) == fast
+
+
 def test_the_best_plan_is_the_fastest_of_all_and_none_is_below_the_bound():
     rng = random.Random(1)
     for _ in range(200):
@@ -179,7 +187,7 @@ def test_a_new_directory_is_measured_before_the_plan_is_made(monkeypatch):
     monkeypatch.setattr(inner, "get", get)
     monkeypatch.setattr(planned, "best_plan", lambda layers, *both: costs.append(both) or "RHK")
     engine, cache = engine_for("best", storage)
-    assert costs == [(cache.costs(0, 256, 1.0),) * 2] and costs[0][0].load_kv == 256 * 2 * 32 * 4 / 1e6
+    assert costs == [tuple(cache.costs(0, end, 1.0) for end in (256, 256, 512))] and costs[0][0].load_kv == 256 * 2 * 32 * 4 / 1e6
     engine.close()
 
 
