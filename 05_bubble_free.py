@@ -231,8 +231,8 @@ class PlannedCache(hidden_states.HiddenCache):
         return best_plan(layers, costs, *others) if self.asked == "best" else closed_form(layers, costs)
 
     def measure_question(self, history: int) -> float:
-        """Time one layer for the QUESTION rows that follow a history of `history` tokens, or of as many as the
-        pool has room for.
+        """Time one layer for the QUESTION rows that follow a history of `history` tokens, or of as many as
+        the pool has room for.
 
         Returns: the measured time as an equivalent number of arithmetic operations, which
         `estimates.computing` turns into seconds."""
