@@ -117,7 +117,8 @@ class BlockReads:
         count, room, size = len(layers), self.store.pool.size, self.store.offsets[-1]
         speed = self.store.storage.speed() if self.stored else 0.0
         least = max(-(-count // 4), int(count * speed * READ_SECONDS / size))
-        count = max(1, min(least, count * READ // size, count * room // (2 * blocks)))
+        most = max(1, min(least, count * READ // size, count * room // (2 * blocks)))
+        count = -(-count // -(-count // most))      # as many runs as with `most` layers, but of equal length
         sides = enumerate(pairwise(part.shape for part in self.store.parts), 1)
         edges = {at for at, (one, other) in sides if one != other} | {len(self.store.layers)}
         edges |= {*map(self.store.layers.index, layers[::count])}
