@@ -7,8 +7,8 @@ from common.link import Transfer, host_memory
 from common.store import Parts, Storage, Stored
 from shell.workers import as_integers
 
-READ = 1 << 20      # bytes of a block that one read brings at most, unless a layer has more
-READ_SECONDS = 3e-4     # a shorter read of a block costs more than the work that can begin sooner for it
+READ = 1 << 19      # bytes of a block that one read brings from slow storage at most, unless a layer has more
+READ_SECONDS = 3e-4     # a read that takes less costs more than it gains by letting work begin sooner
 
 
 class StoredChunks:
@@ -110,15 +110,14 @@ class BlockReads:
         """Divide the parts of a block into runs of adjacent layers, whose parts have the same width.
 
         Long runs need fewer reads. But nothing is projected before the first run has arrived. So there are
-        four runs, or fewer if a read would take less than READ_SECONDS. They are shorter if a read would
-        bring more than READ bytes, or if two runs of `blocks` blocks would take more memory than all host
+        four runs, or more if a read would bring more than READ bytes. From fast storage there are fewer: a
+        read takes at least READ_SECONDS. Two runs of `blocks` blocks take no more memory than all host
         blocks."""
         layers = [*dict.fromkeys(self.store.layers)]
         count, room, size = len(layers), self.store.pool.size, self.store.offsets[-1]
         speed = self.store.storage.speed() if self.stored else 0.0
-        least = max(-(-count // 4), int(count * speed * READ_SECONDS / size))
-        most = max(1, min(least, count * READ // size, count * room // (2 * blocks)))
-        count = -(-count // -(-count // most))      # as many runs as with `most` layers, but of equal length
+        slow, fast = min(-(-count // 4), count * READ // size), int(count * speed * READ_SECONDS / size)
+        count = max(1, min(max(slow, fast), count * room // (2 * blocks)))
         sides = enumerate(pairwise(part.shape for part in self.store.parts), 1)
         edges = {at for at, (one, other) in sides if one != other} | {len(self.store.layers)}
         edges |= {*map(self.store.layers.index, layers[::count])}
