@@ -27,10 +27,12 @@ follows:
 2. Of these, keep the plans that are nearly as fast as the best one, and not slower than chapter 04, for a
    history of 1,024 tokens. A plan is nearly as fast if the best one takes at least 0.9 of its time. If all of
    them are slower than chapter 04, keep only the best one.
-3. Of these, keep the plans that are nearly as fast as chapter 04, or faster, for a history of 2,048 tokens.
-   If there is none, keep only the fastest one.
+3. Of these, keep the plans that take at most 1.05 times as long as chapter 04 for a history of 2,048 tokens.
+   If there is none, keep only the one that is fastest for this length.
 4. Of these, take the plan whose busier lane has the least work for 512 tokens. When many requests are
    restored at once, the busier lane is the bottleneck, and this work is what each request adds to it.
+
+If the context has fewer than 2,048 tokens, steps 2 and 3 use half of it and all of it.
 
 On a very small model, such as the default one, computing the question takes about as long as restoring the
 history. Then the processor has no time to spare, and the plan may be K in all layers. A plan restores all
@@ -86,13 +88,12 @@ from shell.machine import measure
 
 paged = importlib.import_module("02_paged_kv")
 hidden_states = importlib.import_module("04_hidden_state_cache")
-PLANNED, QUESTION = 1024, 32  # tokens of the history that the planner assumes, and of the question after it
-# Tokens of histories for which the plan must not be slower than chapter 03 (K in all layers), and nearly as
-# fast as chapter 04
-SHORTER, LONGER = 512, 2048
+PLANNED, QUESTION = 1024, 32  # tokens of the history in step 2, and of the question that follows a history
+SHORTER = 512  # tokens of the history for which the plan must not be slower than chapter 03 (K in all layers)
 # For that shorter history, any other plan must be faster than chapter 03 by at least this many seconds,
 # because mixing has costs that `plan_seconds` leaves out
 MIX = 1e-3
+LOSS = 1.05  # for a history of 2 * PLANNED tokens, a plan may take this many times as long as chapter 04
 MEASURE_SECONDS = 5.0  # at most, for measuring a storage; one that hangs keeps its guess
 BETTER = 0.9  # a plan is nearly as fast as the best one if best time >= 0.9 * the plan's time
 
@@ -147,13 +148,14 @@ def divisions(layers: int) -> list[str]:
     ]
 
 
-def best_plan(layers: int, costs: LayerCosts, shorter: LayerCosts | None = None, longer=None) -> str:
+def best_plan(layers: int, costs: LayerCosts, shorter: LayerCosts | None = None,
+              longer: LayerCosts | None = None) -> str:  # fmt: skip
     """Return the plan with the least `plan_seconds`. Among ties, it is the plan with the fewest K layers,
     then with the fewest H layers.
 
-    `shorter`, `longer`: costs of a shorter and of a longer history. If given, choose by the four steps at the
-    top of this file instead. Steps 1 and 4 use `shorter`, step 2 uses `costs`, and step 3 uses `longer`. MIX
-    is the margin of step 1, and BETTER that of steps 2 and 3.
+    `shorter`, `longer`: costs of a shorter and of a longer history. With `shorter`, choose by the four steps
+    at the top of this file instead; without `longer`, step 3 drops nothing. Steps 1 and 4 use `shorter`, step
+    2 uses `costs`, and step 3 uses `longer`. MIX is the margin of step 1, BETTER of step 2, LOSS of step 3.
 
     If hidden states are at least as large as K and V (usual with grouped-query attention), an H layer costs
     at least as much as a K layer on both lanes. Then an H layer never makes a plan faster."""
@@ -161,13 +163,13 @@ def best_plan(layers: int, costs: LayerCosts, shorter: LayerCosts | None = None,
     order = lambda plan: (seconds(plan), plan.count("K"), plan.count("H"))  # noqa: E731
     if not shorter:
         return min(plans, key=order)
-    most = plan_seconds("K" * layers, shorter)
-    plans = [plan for plan in plans if plan == "K" * layers or plan_seconds(plan, shorter) + MIX <= most]
+    loaded = plan_seconds("K" * layers, shorter)
+    plans = [plan for plan in plans if plan == "K" * layers or plan_seconds(plan, shorter) + MIX <= loaded]
     best, states = min(map(seconds, plans)), "R" + "H" * (layers - 1)  # states: chapter 04
     plans = [plan for plan in plans if seconds(plan) <= max(best, min(best / BETTER, seconds(states)))]
     late = {plan: plan_seconds(plan, longer or costs) for plan in (*plans, states)}
-    least = max(late[states] / BETTER, min(late[plan] for plan in plans))
-    plans = [plan for plan in plans if late[plan] <= least]
+    most = max(LOSS * late[states], min(late[plan] for plan in plans))
+    plans = [plan for plan in plans if late[plan] <= most]
     return min(plans, key=lambda plan: (busier_lane(plan, shorter), *order(plan)))
 
 
@@ -224,15 +226,14 @@ class PlannedCache(hidden_states.HiddenCache):
             read = backends.measure(storage, min(chunks.READ, size * -(-layers // 4)), 16)
             read.completed.wait(MEASURE_SECONDS)
         stored, plans = (1.0, divisions(layers)) if self.storage else (0.0, [])
-        ends = tokens, min(SHORTER, tokens), min(LONGER, 2 * tokens)
-        costs, *others = (self.costs(0, end, stored) for end in ends)
+        costs, *others = (self.costs(0, end, stored) for end in (tokens, min(SHORTER, tokens), 2 * tokens))
         if kept := [letters for letters in plans if self.storage.find(self.plan_key(letters))]:
             return min(kept, key=partial(plan_seconds, costs=costs))
         return best_plan(layers, costs, *others) if self.asked == "best" else closed_form(layers, costs)
 
     def measure_question(self, history: int) -> float:
         """Time one layer for the QUESTION rows that follow a history of `history` tokens, or of as many as
-        the pool has room for.
+        the pool has room for. If the pool has fewer than QUESTION tokens, fewer rows are measured.
 
         Returns: the measured time as an equivalent number of arithmetic operations, which
         `estimates.computing` turns into seconds."""

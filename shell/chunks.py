@@ -1,4 +1,5 @@
 """Blocks (chapters 04, 05) or chunks (06) in storage: how they are spread over directories, and read."""
+import math
 from collections import Counter, deque
 from functools import partial
 from itertools import cycle, pairwise
@@ -7,8 +8,9 @@ from common.link import Transfer, host_memory
 from common.store import Parts, Storage, Stored
 from shell.workers import as_integers
 
-READ = 1 << 19      # bytes of a block that one read brings from slow storage at most, unless a layer has more
-READ_SECONDS = 3e-4     # a read that takes less costs more than it gains by letting work begin sooner
+READ = 1 << 19      # bytes of a block in one read from slow storage, at most; one layer may have more
+# Shorter reads do not pay: each has a fixed cost, and it is more than an earlier start of the work saves
+READ_SECONDS = 3e-4
 
 
 class StoredChunks:
@@ -109,15 +111,16 @@ class BlockReads:
     def runs(self, blocks: int) -> list[range]:
         """Divide the parts of a block into runs of adjacent layers, whose parts have the same width.
 
-        Long runs need fewer reads. But nothing is projected before the first run has arrived. So there are
-        four runs, or more if a read would bring more than READ bytes. From fast storage there are fewer: a
-        read takes at least READ_SECONDS. Two runs of `blocks` blocks take no more memory than all host
-        blocks."""
+        Long runs need fewer reads. But nothing is projected before the first run has arrived. So a run has a
+        quarter of the layers, or fewer if a read would bring more than READ bytes. If storage is known to
+        read more layers than that in READ_SECONDS, a run has as many as it reads. If the text streams, two
+        runs take no more memory than host memory has (two layers at least)."""
         layers = [*dict.fromkeys(self.store.layers)]
         count, room, size = len(layers), self.store.pool.size, self.store.offsets[-1]
-        speed = self.store.storage.speed() if self.stored else 0.0
-        slow, fast = min(-(-count // 4), count * READ // size), int(count * speed * READ_SECONDS / size)
-        count = max(1, min(max(slow, fast), count * room // (2 * blocks)))
+        speed = min((found.storage.measured.value for found in self.stored.values()), default=math.inf)
+        fast = int(count * speed * READ_SECONDS / size) if speed < math.inf else 0      # unmeasured: infinite
+        most = count * room // (2 * blocks) if self.streams else count
+        count = max(1, min(max(-(-count // 4), fast), max(fast, count * READ // size), most))
         sides = enumerate(pairwise(part.shape for part in self.store.parts), 1)
         edges = {at for at, (one, other) in sides if one != other} | {len(self.store.layers)}
         edges |= {*map(self.store.layers.index, layers[::count])}
