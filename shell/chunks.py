@@ -113,14 +113,14 @@ class BlockReads:
 
         Long runs need fewer reads. But nothing is projected before the first run has arrived. So a run has a
         quarter of the layers, or fewer if a read would bring more than READ bytes. If storage is known to
-        read more layers than that in READ_SECONDS, a run has as many as it reads. If the text streams, two
-        runs take no more memory than host memory has (two layers at least)."""
+        read more layers than that in READ_SECONDS, a run has as many as it reads. Two runs of `blocks` blocks
+        take no more memory than all host blocks, because they may stream (two layers at least)."""
         layers = [*dict.fromkeys(self.store.layers)]
         count, room, size = len(layers), self.store.pool.size, self.store.offsets[-1]
         speed = min((found.storage.measured.value for found in self.stored.values()), default=math.inf)
         fast = int(count * speed * READ_SECONDS / size) if speed < math.inf else 0      # unmeasured: infinite
-        most = count * room // (2 * blocks) if self.streams else count
-        count = max(1, min(max(-(-count // 4), fast), max(fast, count * READ // size), most))
+        slow = min(-(-count // 4), count * READ // size)
+        count = max(1, min(max(slow, fast), count * room // (2 * blocks)))
         sides = enumerate(pairwise(part.shape for part in self.store.parts), 1)
         edges = {at for at, (one, other) in sides if one != other} | {len(self.store.layers)}
         edges |= {*map(self.store.layers.index, layers[::count])}

@@ -191,7 +191,7 @@ def test_a_new_directory_is_measured_before_the_plan_is_made(monkeypatch):
         return read
 
     monkeypatch.setattr(inner, "get", get)
-    monkeypatch.setattr(planned, "best_plan", lambda layers, *both: costs.append(both) or "RHK")
+    monkeypatch.setattr(planned, "best_plan", lambda layers, *three: costs.append(three) or "RHK")
     engine, cache = engine_for("best", storage)
     assert costs == [tuple(cache.costs(0, end, 1.0) for end in (256, 256, 512))] and costs[0][0].load_kv == 256 * 2 * 32 * 4 / 1e6
     engine.close()
