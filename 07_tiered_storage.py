@@ -543,10 +543,12 @@ class TieredCache(offload.HostCache):
             node.stored = False
         self.send_l3(pages)
 
-    def read_l3(self, prefetch: Prefetch):
+    def read_l3(self, prefetch: Prefetch, room_follows: bool = False):
         """Start to read the missing pages, as far as host memory has room.
 
-        Reads under way hold at most half of host memory."""
+        Reads under way hold at most half of host memory. If not all pages fit, the prefetch continues while
+        other reads are under way, or if `room_follows`: earlier requests hold host memory until they are
+        restored. Otherwise it ends."""
         to_read = self.to_read(prefetch)
         if fits := max(0, min(len(to_read), self.host.size // 2 - len(self.reading))):
             fits = self.host.make_room(fits, self.kept_for(prefetch.request).union(prefetch.chain))
@@ -559,7 +561,7 @@ class TieredCache(offload.HostCache):
             self.reading.update(run)
             then = partial(self.on_read, prefetch, run, host_blocks, read)
             self.hold("read", [read], given=[(self.host, host_blocks)], then=then)
-        waits = len(to_read) > fits and self.reading  # reads in flight will complete and make room
+        waits = len(to_read) > fits and (self.reading or room_follows)
         prefetch.ended = self.reading.isdisjoint(prefetch.chain) and not waits
 
     def to_read(self, prefetch: Prefetch) -> list:
@@ -699,18 +701,19 @@ class TieredCache(offload.HostCache):
         """Called in each step: handle completed transfers, and continue prefetches and writes."""
         super().poll()
         self.save_pending()
-        now = time.perf_counter()
         for request in islice(self.engine.waiting, RETRY_REQUESTS):  # another engine may have stored pages
             asked = request.memo
             over = asked and asked.ended and asked.answered and not asked.load
-            late = not asked or over and now > asked.asked_at + RETRY_SECONDS
+            late = not asked or over and time.perf_counter() > asked.asked_at + RETRY_SECONDS
             if late and not request.must_compute:
                 self.submitted(request)
+        holds = any(request.restoration for request in self.engine.running)
         for prefetch in [request.memo for request in self.engine.waiting if request.memo]:
             if prefetch.answered and not prefetch.ended:
-                self.read_l3(prefetch)
+                self.read_l3(prefetch, holds)
                 if prefetch.pays and not (prefetch.ended or prefetch.load):
                     self.load_ahead(prefetch)
+            holds = holds or bool(prefetch.pages_read)  # the requests behind it may wait for their room
         self.send_l3()
 
     def finished(self, request):

@@ -481,6 +481,14 @@ def test_prefetches_hold_at_most_half_of_host_memory():
         assert max(len(request.decisions) for request in asked) <= 2, "to wait and to load are each decided once at most"
 
 
+def test_a_prefetch_waits_for_the_room_of_earlier_requests():
+    with only_stored([100] * 6, host=12, blocks=20) as (engine, _, *prompts):
+        asked = [Request(prompt, 2) for prompt in prompts]
+        engines.submit(engine, *asked)
+        until_over(engine, *asked)
+        assert all(request.found for request in asked), [request.found for request in asked]
+
+
 @pytest.mark.parametrize("again", [1.0, 0.0])
 def test_prefetched_pages_are_not_evicted_before_their_request_runs(again, monkeypatch):
     monkeypatch.setattr(tiers, "RETRY_SECONDS", again)  # seconds until storage is asked again for a request that has all its pages
