@@ -547,8 +547,8 @@ class TieredCache(offload.HostCache):
         """Start to read the missing pages, as far as host memory has room.
 
         Reads under way hold at most half of host memory. If not all pages fit, the prefetch continues while
-        other reads are under way, or if `room_follows`: earlier requests hold host memory until they are
-        restored. Otherwise it ends."""
+        transfers hold blocks of host memory, or if `room_follows`: earlier requests hold pages there that
+        were read for them. Otherwise it ends."""
         to_read = self.to_read(prefetch)
         if fits := max(0, min(len(to_read), self.host.size // 2 - len(self.reading))):
             fits = self.host.make_room(fits, self.kept_for(prefetch.request).union(prefetch.chain))
@@ -561,7 +561,7 @@ class TieredCache(offload.HostCache):
             self.reading.update(run)
             then = partial(self.on_read, prefetch, run, host_blocks, read)
             self.hold("read", [read], given=[(self.host, host_blocks)], then=then)
-        waits = len(to_read) > fits and (self.reading or room_follows)
+        waits = len(to_read) > fits and (room_follows or self.host.available < self.host.size)
         prefetch.ended = self.reading.isdisjoint(prefetch.chain) and not waits
 
     def to_read(self, prefetch: Prefetch) -> list:
@@ -707,13 +707,13 @@ class TieredCache(offload.HostCache):
             late = not asked or over and time.perf_counter() > asked.asked_at + RETRY_SECONDS
             if late and not request.must_compute:
                 self.submitted(request)
-        holds = any(request.restoration for request in self.engine.running)
+        room_follows = False
         for prefetch in [request.memo for request in self.engine.waiting if request.memo]:
             if prefetch.answered and not prefetch.ended:
-                self.read_l3(prefetch, holds)
+                self.read_l3(prefetch, room_follows)
                 if prefetch.pays and not (prefetch.ended or prefetch.load):
                     self.load_ahead(prefetch)
-            holds = holds or bool(prefetch.pages_read)  # the requests behind it may wait for their room
+            room_follows |= bool(prefetch.pages_read)  # once its request is restored
         self.send_l3()
 
     def finished(self, request):
