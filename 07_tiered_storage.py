@@ -220,7 +220,7 @@ class Prefetch:
     chain: list  # BlockKeys of the request's full pages; after storage's answer, up to the last page to read
     until: float  # time.perf_counter() until which the policy waits
     # True: no more reads are started. Too few tokens are missing, too few pages are stored, all pages have
-    # arrived, host memory has no room, a read has failed, or the wait is over
+    # arrived, host memory has no room and none is expected, a read has failed, or the wait is over
     ended: bool
     pages_read: set  # BlockKeys of pages that have arrived from storage
     loaded: set  # BlockKeys of pages that were copied to the device before admission
@@ -341,10 +341,11 @@ class TieredCache(offload.HostCache):
 
     def kept_for(self, request) -> set:
         """Also keep the pages that prefetches have read for queued requests, which will use them soon. A save
-        for a finished request may evict its own pages, because storage has them."""
+        for a finished request may evict its own pages, because storage has them. `request`: None for a
+        prefetch."""
         read = (one.memo.pages_read for one in self.engine.waiting if one.memo)
         is_last = not self.storage or self.storage.is_backlogged
-        own = request.chain if is_last or request in self.engine.running else ()
+        own = request.chain if request and (is_last or request in self.engine.running) else ()
         return set(own).union(*read)
 
     def after_gap(self, block_key) -> bool:
@@ -543,15 +544,18 @@ class TieredCache(offload.HostCache):
             node.stored = False
         self.send_l3(pages)
 
-    def read_l3(self, prefetch: Prefetch, room_follows: bool = False):
+    def read_l3(self, prefetch: Prefetch, kept: set, held: bool = False):
         """Start to read the missing pages, as far as host memory has room.
 
-        Reads under way hold at most half of host memory. If not all pages fit, the prefetch continues while
-        transfers hold blocks of host memory, or if `room_follows`: earlier requests hold pages there that
-        were read for them. Otherwise it ends."""
+        Reads under way hold at most half of host memory. If some pages do not fit, the prefetch waits for
+        room while copies or reads are under way, or while `held`. It does not wait for writes, because they
+        may hang. Otherwise it ends after its reads.
+
+        `kept`: pages that must not be evicted. `held`: True if some of these were read for earlier requests
+        in the queue."""
         to_read = self.to_read(prefetch)
         if fits := max(0, min(len(to_read), self.host.size // 2 - len(self.reading))):
-            fits = self.host.make_room(fits, self.kept_for(prefetch.request).union(prefetch.chain))
+            fits = self.host.make_room(fits, kept.union(prefetch.chain))
         for at in range(0, fits, self.pages_at_once):
             run = to_read[at:fits][: self.pages_at_once]
             host_blocks = self.host.allocate(len(run))
@@ -561,7 +565,7 @@ class TieredCache(offload.HostCache):
             self.reading.update(run)
             then = partial(self.on_read, prefetch, run, host_blocks, read)
             self.hold("read", [read], given=[(self.host, host_blocks)], then=then)
-        waits = len(to_read) > fits and (room_follows or self.host.available < self.host.size)
+        waits = len(to_read) > fits and (held or any(map(self.in_flight.get, ("save", "load", "read"))))
         prefetch.ended = self.reading.isdisjoint(prefetch.chain) and not waits
 
     def to_read(self, prefetch: Prefetch) -> list:
@@ -707,13 +711,13 @@ class TieredCache(offload.HostCache):
             late = not asked or over and time.perf_counter() > asked.asked_at + RETRY_SECONDS
             if late and not request.must_compute:
                 self.submitted(request)
-        room_follows = False
+        kept, held = self.kept_for(None), False
         for prefetch in [request.memo for request in self.engine.waiting if request.memo]:
             if prefetch.answered and not prefetch.ended:
-                self.read_l3(prefetch, room_follows)
+                self.read_l3(prefetch, kept, held)
                 if prefetch.pays and not (prefetch.ended or prefetch.load):
                     self.load_ahead(prefetch)
-            room_follows |= bool(prefetch.pages_read)  # once its request is restored
+            held |= bool(prefetch.pages_read)  # they are kept until the request is admitted
         self.send_l3()
 
     def finished(self, request):

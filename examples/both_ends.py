@@ -115,7 +115,7 @@ class BothEndsCache(tiers.TieredCache):
             if prefetch and not (restoration and restoration.generator):
                 self.end_prefetch(prefetch)
             elif prefetch and prefetch.answered and not prefetch.ended:
-                self.read_l3(prefetch)
+                self.read_l3(prefetch, self.kept_for(request))
 
 
 # The demo ---------------------------------------------------------------------------------------

@@ -436,11 +436,12 @@ def test_a_prefetch_waits_for_the_room_that_a_transfer_holds(policy, taken, foun
     with engine_on(shelf) as engine:
         right(engine, prompt)
     with engine_on(shelf, policy, host=20) as engine:
-        engine.lower_tier.cache.hold("load", [other], given=[(engine.pools["host"], engine.pools["host"].allocate(taken))])
+        if taken:
+            engine.lower_tier.cache.hold("load", [other], given=[(engine.pools["host"], engine.pools["host"].allocate(taken))])
         with queued(engine, prompt) as request:
             steps(engine, lambda: request.memo.ended, 100)
-            assert request.memo.ended != bool(taken), "a prefetch waits while another transfer holds all of host memory"
-            if policy == "wait_complete":  # both ends computes all tokens before the transfer completes
+            assert request.memo.ended != bool(taken), "a prefetch waits for room exactly if another transfer holds host memory"
+            if policy == "wait_complete":  # under both_ends the request is answered while the transfer still holds host memory
                 other.finish(0.0, 0.0)
         other.finish(0.0, 0.0)
         assert request.found.get("storage", 0) == request.cached_tokens == found
@@ -485,7 +486,7 @@ def test_prefetches_hold_at_most_half_of_host_memory():
 
 @pytest.mark.parametrize("slower, blocks", [(1, 20), (100, 60)])
 def test_a_prefetch_waits_for_the_room_of_earlier_requests(slower, blocks, monkeypatch):
-    monkeypatch.setattr(engines, "BANDWIDTH", engines.BANDWIDTH / slower)  # if slower, requests that are being restored hold the room
+    monkeypatch.setattr(engines, "BANDWIDTH", engines.BANDWIDTH / slower)  # over a slow link, copies hold host memory
     with only_stored([100] * 6, host=12, blocks=blocks) as (engine, _, *prompts):
         asked = [Request(prompt, 2) for prompt in prompts]
         engines.submit(engine, *asked)
@@ -493,13 +494,22 @@ def test_a_prefetch_waits_for_the_room_of_earlier_requests(slower, blocks, monke
         assert all(request.found for request in asked), [request.found for request in asked]
 
 
+def test_a_prefetch_does_not_wait_for_a_write_that_hangs():
+    with only_stored(200, host=12) as (engine, shelf, prompt), shelf.broken("set", "hangs"):
+        right(engine, draw(random.Random(1), 100))
+        assert steps(engine, lambda: any(engine.pools["host"].references)), "a write holds blocks of host memory"
+        with queued(engine, prompt) as request:
+            assert steps(engine, lambda: request.memo.ended)
+
+
 @pytest.mark.parametrize("again", [1.0, 0.0])
 def test_prefetched_pages_are_not_evicted_before_their_request_runs(again, monkeypatch):
     monkeypatch.setattr(tiers, "RETRY_SECONDS", again)  # seconds until storage is asked again for a request that has all its pages
     with only_stored((100, 80), host=8) as (engine, _, *prompts):
-        with queued(engine, prompts[0]) as first, queued(engine, prompts[1]):
+        with queued(engine, prompts[0]) as first, queued(engine, prompts[1]) as second:
             assert steps(engine, lambda: len(first.memo.pages_read) == 6)
             steps(engine, lambda: False, 20)
+            assert not second.memo.ended, "it waits for the room of the first request's pages"
         assert first.found == {"storage": 96}
 
 
