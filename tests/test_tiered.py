@@ -499,7 +499,7 @@ def test_a_prefetch_does_not_wait_for_a_write_that_hangs():
         right(engine, draw(random.Random(1), 100))
         assert steps(engine, lambda: any(engine.pools["host"].references)), "a write holds blocks of host memory"
         with queued(engine, prompt) as request:
-            assert steps(engine, lambda: request.memo.ended)
+            assert steps(engine, lambda: request.memo.ended, 200)
 
 
 @pytest.mark.parametrize("again", [1.0, 0.0])
