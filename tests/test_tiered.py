@@ -430,21 +430,23 @@ def test_both_ends_claims_no_page_before_a_lost_one(monkeypatch):
         assert not right(engine, prompt).found, "pages from storage would get the lost page's block"
 
 
-@pytest.mark.parametrize("policy, taken, found", [("both_ends", 0, 320), ("both_ends", 20, 0), ("wait_complete", 20, 320)])
-def test_a_prefetch_waits_for_the_room_that_a_transfer_holds(policy, taken, found):
-    shelf, prompt, other = Shelf(), draw(random.Random(0), 480), Transfer("load", "another's")
+@pytest.mark.parametrize("policy, lane, taken, found", [
+    ("both_ends", "load", 0, 320), ("both_ends", "write", 20, 0), ("wait_complete", "write", 20, 0), ("wait_complete", "load", 20, 320)])
+def test_pages_without_room_in_host_memory_are_not_offered(policy, lane, taken, found):
+    shelf, prompt, other = Shelf(), draw(random.Random(0), 480), Transfer(lane, "another's")
     with engine_on(shelf) as engine:
         right(engine, prompt)
     with engine_on(shelf, policy, host=20) as engine:
         if taken:
-            engine.lower_tier.cache.hold("load", [other], given=[(engine.pools["host"], engine.pools["host"].allocate(taken))])
+            engine.lower_tier.cache.hold(lane, [other], given=[(engine.pools["host"], engine.pools["host"].allocate(taken))])
         with queued(engine, prompt) as request:
             steps(engine, lambda: request.memo.ended, 100)
-            assert request.memo.ended != bool(taken), "a prefetch waits for room exactly if another transfer holds host memory"
-            if policy == "wait_complete":  # under both_ends the request is answered while the transfer still holds host memory
+            assert request.memo.ended != (taken and lane == "load"), "a prefetch waits for the room of a copy, and not for that of a write"
+            if found:
                 other.finish(0.0, 0.0)
         other.finish(0.0, 0.0)
         assert request.found.get("storage", 0) == request.cached_tokens == found
+        assert bool(request.decisions) == bool(found), "a decision is written only if something was offered"
 
 
 def test_the_tree_records_the_restored_pages_of_a_failed_request():
