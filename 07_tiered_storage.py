@@ -717,7 +717,7 @@ class TieredCache(offload.HostCache):
                 self.read_l3(prefetch, kept, held)
                 if prefetch.pays and not (prefetch.ended or prefetch.load):
                     self.load_ahead(prefetch)
-            held |= bool(prefetch.pages_read)  # they are kept until the request is admitted
+            held |= bool(prefetch.pages_read)  # host memory keeps them until the request is admitted
         self.send_l3()
 
     def finished(self, request):
